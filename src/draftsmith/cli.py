@@ -1,0 +1,136 @@
+"""The commands. They parse, call and print; nothing is decided here but exit codes."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+# Read by libraries when they are imported, so set before any of them is.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from draftsmith import __version__
+from draftsmith.errors import InputError
+
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `draftsmith`. Returns the exit code."""
+    if sys.platform == "win32":
+        print("draftsmith: Windows is not supported (no fcntl locks, no fork-safe signals); use WSL", file=sys.stderr)
+        return 2
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except InputError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last place: one line for a person, the rest for a log
+        print(f"draftsmith: {type(error).__name__}: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []):
+            print(f"draftsmith: {note}", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a worker stuck in native code must not keep the process
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="draftsmith", description="Train and measure DFlash drafters.")
+    parser.add_argument("--version", action="version", version=f"draftsmith {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a drafter for the embedded target, decode with it, report")
+    demo.add_argument("--minutes", type=_positive, default=5.0, help="training time (default 5)")
+    demo.add_argument("--out", type=Path, help="directory for everything (default: first free of runs/demo, ...)")
+    demo.set_defaults(command=_demo)
+
+    train = commands.add_parser("train", help="train a drafter as a config file says")
+    train.add_argument("config", type=Path, metavar="CONFIG")
+    train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key of the config")
+    train.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in run.dir")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="measure a drafter side by side with plain decoding")
+    evaluate.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
+    evaluate.add_argument("--draft", required=True, type=Path, help="drafter folder")
+    evaluate.add_argument("--prompts", required=True, nargs="+", metavar="F", help="prompt files")
+    evaluate.add_argument("--max-new-tokens", type=int, default=256)
+    evaluate.add_argument("--json", type=Path, metavar="F", help="write the figures here")
+    evaluate.set_defaults(command=_eval)
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from draftsmith.demo import run_demo
+
+    with _stoppable() as (stop, code):
+        run_demo(options.minutes, options.out, stop)
+        return code()
+
+
+def _train(options: argparse.Namespace) -> int:
+    from draftsmith.config import load_config
+    from draftsmith.report.session import print_launch_lines, train_and_show
+    from draftsmith.target.load import TargetSpec
+
+    config = load_config(options.config, options.set)
+    with _stoppable() as (stop, code):
+        result = train_and_show(config, resume=options.resume, stop=stop)
+        if result.finished:
+            print_launch_lines(TargetSpec(config.target.model).path, result.folder / "draft")
+        return code()
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from draftsmith.report.session import evaluate_and_show
+
+    if options.max_new_tokens < 2:
+        raise InputError("--max-new-tokens must be at least 2: the first token is the prefill's")
+    evaluate_and_show(options.target, options.draft, options.prompts, options.max_new_tokens, options.json)
+    return 0
+
+
+@contextmanager
+def _stoppable() -> Iterator[tuple[threading.Event, "_ExitCode"]]:
+    """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
+    stop = threading.Event()
+    code = _ExitCode()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(INTERRUPTED[signal.Signals(number)])
+        code.value = INTERRUPTED[signal.Signals(number)]
+        stop.set()
+        print("stopping after this step; once more to abort at once", file=sys.stderr)
+
+    previous = {number: signal.signal(number, handle) for number in INTERRUPTED}
+    try:
+        yield stop, code
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+class _ExitCode:
+    """0, or what the signal that came asks for."""
+
+    value = 0
+
+    def __call__(self) -> int:
+        return self.value

@@ -1,0 +1,97 @@
+"""`draftsmith demo`: the whole job on the embedded target, from target weights to measured figures."""
+
+import json
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from draftsmith import embedded
+from draftsmith.config import Config, load_config
+from draftsmith.data.conversations import read_prompts
+from draftsmith.data.template import Renderer
+from draftsmith.decode.evaluate import decoded_tau
+from draftsmith.errors import ConfigError
+from draftsmith.nouns import StepRecord
+from draftsmith.pipeline.prepare import prepare
+from draftsmith.pipeline.trainer import train
+from draftsmith.report.session import console, evaluate_with_status, load_pair, print_launch_lines, say, train_and_show
+from draftsmith.report.table import eval_table
+
+WARMUP_STEPS, UNTIMED_STEPS = 14, 4
+
+
+def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
+    """Trains for about `minutes`, evaluates the reloaded `draft/`, writes `eval.json` and prints the table."""
+    folder = out or _free_folder()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--out {folder} is not an empty directory; choose another")
+    say(f"demo: everything goes to {folder}")
+    config = load_config(embedded.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
+    step_s = timed_step(config)
+    steps = max(1, round(60 * minutes / step_s))
+    say(f"a step takes {step_s:.2f} s on this machine: {steps} steps in {minutes:g} minutes")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+    before = prepare(config)
+    tau_before = decoded_tau(before.target, before.drafter.eval(), before.prompts, config.eval.max_new_tokens)
+    say(f"τ of the drafter as initialised: {tau_before:.3f}")
+
+    began = time.perf_counter()
+    result = train_and_show(config, resume=False, stop=stop)
+    train_seconds = time.perf_counter() - began
+    if not result.finished:
+        return
+    shutil.copytree(embedded.TARGET, folder / "target")
+    shutil.copy(embedded.PROMPTS, folder / "prompts.jsonl")
+    target, drafter = load_pair(str(folder / "target"), folder / "draft", torch.device("cpu"))
+    renderer = Renderer(target.tokenizer)
+    prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts([str(folder / "prompts.jsonl")])]
+    report = evaluate_with_status(target, drafter, prompts, config.eval.max_new_tokens)
+    figures = report.to_json() | {
+        "tau_before": tau_before,
+        "train_seconds": train_seconds,
+        "train_tokens": sum(json.loads(line)["tokens"] for line in (folder / "metrics.jsonl").open()),
+    }
+    (folder / "eval.json").write_text(json.dumps(figures, indent=2) + "\n")
+    console.print(eval_table(report, tau_before))
+    print_launch_lines(str(folder / "target"), folder / "draft")
+
+
+class _Timer:
+    """A listener that keeps the seconds of the steps."""
+
+    def __init__(self) -> None:
+        self.step_s: list[float] = []
+
+    def step(self, record: StepRecord, tau: float | None) -> None:
+        self.step_s.append(record.step_s)
+
+    def log(self, line: str) -> None:
+        pass
+
+
+def timed_step(config: Config) -> float:
+    """Median seconds of a step, from a short run of the same pipeline that is thrown away."""
+    timer = _Timer()
+    with tempfile.TemporaryDirectory() as folder:
+        trial = config.model_copy(
+            update={
+                "run": config.run.model_copy(update={"dir": folder}),
+                "train": config.train.model_copy(update={"steps": WARMUP_STEPS}),
+                "eval": config.eval.model_copy(update={"every": 0}),
+            }
+        )
+        train(trial, resume=False, stop=threading.Event(), listener=lambda run: timer, log=lambda line: None)
+    return statistics.median(timer.step_s[UNTIMED_STEPS:])
+
+
+def _free_folder() -> Path:
+    number = 1
+    while (folder := Path("runs") / ("demo" if number == 1 else f"demo-{number}")).exists():
+        number += 1
+    return folder

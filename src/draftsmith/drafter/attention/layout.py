@@ -1,0 +1,55 @@
+"""Who sees whom: one interval of context per slot, and the slots of its own block. The one place that says so.
+
+A slot of a full layer sees the context from its document's start up to (not including) its anchor, and every slot of
+its block. A sliding layer of window W keeps of these the keys at positions p - W < key <= p, so it is causal inside
+the block. Nothing sees another document or another block (DFlash, arXiv 2602.06036, section 3; as served by vLLM,
+SGLang and the reference package).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockLayout:
+    """The anchors of one row, for layers that share a window. Slot k of block n stands at `anchors[n] + k`.
+
+    `anchors` are sorted row positions, `starts` the first row position of each anchor's document (host integers);
+    `window` is None for a full layer.
+    """
+
+    anchors: tuple[int, ...]
+    starts: tuple[int, ...]
+    block_size: int
+    window: int | None
+
+    def __post_init__(self) -> None:
+        assert len(self.anchors) == len(self.starts)
+        assert all(a <= b for a, b in zip(self.anchors, self.anchors[1:], strict=False)), "anchors must be sorted"
+        assert all(s < a for s, a in zip(self.starts, self.anchors, strict=True)), "an anchor needs a token before it"
+
+
+def context_mask(layout: BlockLayout, blocks: slice, keys: slice, device: torch.device) -> Tensor:
+    """Bool [len(blocks) * B, len(keys)]: may this slot see that context position?"""
+    anchors_N1 = torch.tensor(layout.anchors[blocks], device=device)[:, None]
+    starts_N1 = torch.tensor(layout.starts[blocks], device=device)[:, None]
+    keys_T = torch.arange(keys.start, keys.stop, device=device)
+    seen_NT = (keys_T >= starts_N1) & (keys_T < anchors_N1)
+    if layout.window is None:
+        return seen_NT.repeat_interleave(layout.block_size, 0)
+    slots_NB1 = (anchors_N1 + torch.arange(layout.block_size, device=device))[..., None]
+    seen_NBT = seen_NT[:, None] & (keys_T > slots_NB1 - layout.window)
+    return seen_NBT.flatten(0, 1)
+
+
+def block_mask(layout: BlockLayout, blocks: int, device: torch.device) -> Tensor:
+    """Bool [blocks * B, blocks * B]: may this slot see that slot? The same for every run of neighbouring blocks."""
+    slot_B = torch.arange(layout.block_size, device=device)
+    seen_BB = torch.ones(layout.block_size, layout.block_size, dtype=torch.bool, device=device)
+    if layout.window is not None:
+        back_BB = slot_B[:, None] - slot_B[None, :]
+        seen_BB = (back_BB >= 0) & (back_BB < layout.window)
+    same_CC = torch.eye(blocks, dtype=torch.bool, device=device)
+    return torch.kron(same_CC, seen_BB)

@@ -1,0 +1,174 @@
+"""The shape of a drafter, and its `config.json` as the reference package, vLLM and SGLang read it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafter.loss import HeadScaling
+from draftsmith.errors import InputError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Everything a loader needs; nothing is recomputed from defaults when a checkpoint is read.
+
+    `target_layer_ids` are the taps: the *outputs* of those target layers. `layer_types` gives each draft layer
+    `full_attention` (bidirectional in the block) or `sliding_attention` (causal in the block, `sliding_window` keys).
+    `rope_parameters` is the transformers dictionary with `rope_type` and `rope_theta`.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_parameters: Mapping[str, Any]
+    max_position_embeddings: int
+    attention_bias: bool
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise InputError(f"drafter.block_size is {self.block_size}: a block needs the anchor and one slot, so >= 2")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InputError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        if SLIDING in self.layer_types and not self.sliding_window:
+            raise InputError("layer_types has a sliding layer, so sliding_window must be given")
+        unknown = set(self.layer_types) - {FULL, SLIDING}
+        if unknown or not self.layer_types:
+            raise InputError(f"layer_types must be a list of {FULL!r} and {SLIDING!r}, got {list(self.layer_types)}")
+
+    @property
+    def feature_size(self) -> int:
+        """F: what the target hands over per token."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def head_scaling(self) -> HeadScaling:
+        return HeadScaling(self.output_multiplier, self.final_logit_softcapping)
+
+    def window(self, layer: int) -> int | None:
+        """The window of a draft layer, None for a full one."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        """The z-lab layout. Keys whose absence some loader fills with another value are always written; `is_causal`
+        never is, because two loaders let it override every layer and the third ignores it."""
+        dflash: dict[str, Any] = {
+            "target_layer_ids": list(self.target_layer_ids),
+            "mask_token_id": self.mask_token_id,
+            "block_size": self.block_size,
+        }
+        if self.input_embedding_scale != 1.0:
+            dflash["input_embedding_scale"] = self.input_embedding_scale
+        if self.output_multiplier != 1.0:
+            dflash["output_multiplier"] = self.output_multiplier
+        if self.final_logit_softcapping is not None:
+            dflash["final_logit_softcapping"] = self.final_logit_softcapping
+        scaling = {k: v for k, v in self.rope_parameters.items() if k != "rope_theta"}
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "dflash_config": dflash,
+            "num_target_layers": self.num_target_layers,
+            "num_hidden_layers": len(self.layer_types),
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
+            "rope_parameters": dict(self.rope_parameters),
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": self.attention_bias,
+            "attention_dropout": 0.0,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": SLIDING in self.layer_types,
+            "max_window_layers": sum(kind == FULL for kind in self.layer_types),
+            "tie_word_embeddings": False,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "dtype": dtype,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: Path) -> "DrafterConfig":
+        """Reads a z-lab `config.json`, also one of a published drafter.
+
+        Raises:
+            InputError: a needed key is missing, or the file asks for something that loaders read differently.
+        """
+        nested = data.get("dflash_config") or {}
+        if data.get("architectures") != ["DFlashDraftModel"]:
+            raise InputError(f"{source}: architectures is {data.get('architectures')}, expected ['DFlashDraftModel']")
+        if data.get("is_causal") is not None:
+            raise InputError(f"{source}: is_causal is set; servers disagree about it, remove it and use layer_types")
+
+        def need(key: str) -> Any:
+            value = nested.get(key, data.get(key))
+            if value is None:
+                raise InputError(f"{source}: {key} is missing; a drafter checkpoint must say it")
+            return value
+
+        rope = data.get("rope_parameters") or {
+            "rope_type": "default",
+            **(data.get("rope_scaling") or {}),
+            "rope_theta": need("rope_theta"),
+        }
+        layers = int(need("num_hidden_layers"))
+        return cls(
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            num_attention_heads=need("num_attention_heads"),
+            num_key_value_heads=need("num_key_value_heads"),
+            head_dim=data.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
+            vocab_size=need("vocab_size"),
+            rms_norm_eps=need("rms_norm_eps"),
+            rope_parameters=rope,
+            max_position_embeddings=need("max_position_embeddings"),
+            attention_bias=bool(data.get("attention_bias", False)),
+            layer_types=tuple(data.get("layer_types") or [FULL] * layers),
+            sliding_window=data.get("sliding_window"),
+            block_size=int(need("block_size")),
+            target_layer_ids=tuple(need("target_layer_ids")),
+            num_target_layers=need("num_target_layers"),
+            mask_token_id=need("mask_token_id"),
+            input_embedding_scale=float(nested.get("input_embedding_scale", 1.0)),
+            output_multiplier=float(nested.get("output_multiplier", 1.0)),
+            final_logit_softcapping=nested.get("final_logit_softcapping"),
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> "DrafterConfig":
+        """From `folder/config.json`."""
+        path = folder / "config.json"
+        if not path.is_file():
+            raise InputError(f"{path} does not exist: {folder} is not a drafter folder")
+        try:
+            data = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        return cls.from_json(data, path)

@@ -1,0 +1,187 @@
+"""The drafter: a few Qwen3-style layers whose blocks look at the target's features (DFlash, arXiv 2602.06036).
+
+Training and decoding run the same layers. They differ only in where the context keys come from (a row, or a cache)
+and in the attention function handed in, so there is one forward to get right. Tensor names are those that servers
+load: no prefix, no embedding, no head.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from draftsmith.drafter.attention import BlockLayout, blockwise_attention
+from draftsmith.drafter.config import DrafterConfig
+from draftsmith.nouns import Blocks
+
+# (layer, q_AQD, slot keys_GQD, slot values_GQD) -> output_AQD
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]  # cos, sin, each [tokens, D]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with the weight itself stored (never weight - 1)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of one draft layer. Keys and values of context and block come from the same weights."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, hidden_TH: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, each [G, T, D]."""
+        keys_TGD = self.k_norm(self.k_proj(hidden_TH).unflatten(-1, (-1, self.head_dim)))
+        values_TGD = self.v_proj(hidden_TH).unflatten(-1, (-1, self.head_dim))
+        return rotate(keys_TGD.transpose(0, 1), rotation), values_TGD.transpose(0, 1)
+
+    def queries(self, hidden_QH: Tensor, rotation: Rotation) -> Tensor:
+        """Rotated queries [A, Q, D]."""
+        queries_QAD = self.q_norm(self.q_proj(hidden_QH).unflatten(-1, (-1, self.head_dim)))
+        return rotate(queries_QAD.transpose(0, 1), rotation)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm transformer layer over the block's slots; the context enters only as keys and values."""
+
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def context(self, context_TH: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of context features, each [G, T, D]."""
+        return self.self_attn.keys_values(context_TH, rotation)
+
+    def forward(self, hidden_QH: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        normed_QH = self.input_layernorm(hidden_QH)
+        queries_AQD = self.self_attn.queries(normed_QH, rotation)
+        mixed_AQD = attend(self.index, queries_AQD, *self.self_attn.keys_values(normed_QH, rotation))
+        hidden_QH = hidden_QH + self.self_attn.o_proj(mixed_AQD.transpose(0, 1).flatten(1))
+        out: Tensor = hidden_QH + self.mlp(self.post_attention_layernorm(hidden_QH))
+        return out
+
+
+class Drafter(nn.Module):
+    """The trainable model. One row (or one decoded sequence) at a time; there is no batch dimension."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, index) for index in range(len(config.layer_types)))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def stack(self) -> list[DraftLayer]:
+        """The layers, bottom first."""
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    def context(self, features_TF: Tensor) -> Tensor:
+        """The target's features as every layer sees them [T, H]: `hidden_norm(fc(features))`."""
+        out: Tensor = self.hidden_norm(self.fc(features_TF))
+        return out
+
+    def embed(self, tokens_Q: Tensor, embedding_VH: Tensor) -> Tensor:
+        """Slots enter through the target's raw embedding weight, scaled only if the checkpoint says so."""
+        return F.embedding(tokens_Q, embedding_VH) * self.config.input_embedding_scale
+
+    def run_layers(self, hidden_QH: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """All layers and the final norm: [Q, H] -> [Q, H], ready for the target's head."""
+        for layer in self.stack:
+            hidden_QH = layer(hidden_QH, rotation, attend)
+        out: Tensor = self.norm(hidden_QH)
+        return out
+
+    def forward(
+        self, features_TF: Tensor, positions_T: Tensor, blocks: Blocks, embedding_VH: Tensor, rotary: "RotaryTable"
+    ) -> Tensor:
+        """Training: the outputs of all slots of a row, [Q, H].
+
+        Args:
+            features_TF: the target's hidden states of the row.
+            positions_T: position of each row token inside its document.
+            blocks: what to draft.
+            embedding_VH: the target's input embedding, frozen.
+            rotary: cosines and sines, on the same device.
+        """
+        context_TH = self.context(features_TF)
+        rotation_T = rotary.at(positions_T)
+        context = [layer.context(context_TH, rotation_T) for layer in self.stack]
+        layouts = [
+            BlockLayout(blocks.anchors, blocks.starts, self.config.block_size, self.config.window(index))
+            for index in range(len(self.stack))
+        ]
+
+        def attend(layer: int, q_AQD: Tensor, keys_GQD: Tensor, values_GQD: Tensor) -> Tensor:
+            context_keys_GTD, context_values_GTD = context[layer]
+            return blockwise_attention(
+                layouts[layer], q_AQD, context_keys_GTD, context_values_GTD, keys_GQD, values_GQD
+            )
+
+        hidden_QH = self.embed(blocks.tokens_NB.flatten(), embedding_VH)
+        return self.run_layers(hidden_QH, rotary.at(blocks.positions_NB.flatten()), attend)
+
+
+class RotaryTable:
+    """Cosines and sines of positions 0 .. length - 1, computed once, as transformers computes them for Qwen3."""
+
+    def __init__(self, config: DrafterConfig, length: int, device: torch.device) -> None:
+        qwen3 = Qwen3Config(
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+        cos, sin = Qwen3RotaryEmbedding(qwen3)(torch.zeros(1), torch.arange(length)[None])
+        self.cos_LD: Tensor = cos[0].to(device)
+        self.sin_LD: Tensor = sin[0].to(device)
+
+    def at(self, positions: Tensor | slice) -> Rotation:
+        """Rows of the table, by index or by range."""
+        return self.cos_LD[positions], self.sin_LD[positions]
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary position embedding, half-split layout: x [heads, tokens, D]."""
+    cos, sin = rotation
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

@@ -1,0 +1,223 @@
+"""A training run from start to end: assemble the workers, run them, leave a served model."""
+
+import fcntl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.config import Config, differing_keys, dump_config, load_config
+from draftsmith.drafter.model import RotaryTable
+from draftsmith.errors import ConfigError
+from draftsmith.nouns import Features
+from draftsmith.pipeline.channel import Channel
+from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints
+from draftsmith.pipeline.gradsync import GradientSync
+from draftsmith.pipeline.journal import Journal, Listener
+from draftsmith.pipeline.optim import Optimizers
+from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
+from draftsmith.pipeline.threads import Crew, Failure
+from draftsmith.pipeline.topology import device_of
+from draftsmith.pipeline.transfer import to_device
+from draftsmith.pipeline.workers import DrafterWorker, Feed, TargetWorker, TrainSettings
+from draftsmith.report.progress import Gauges
+
+MAY_DIFFER = ("topology", "device", "checkpoint.", "eval.")  # between a run's config and the one it is resumed with
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. `finished` is False after a stop request."""
+
+    folder: Path
+    step: int
+    finished: bool
+    best_tau: float | None
+    best_step: int | None
+
+
+class Run:
+    """The objects of one run: a channel, a feed, workers, a journal. Made by `train`, used once."""
+
+    def __init__(self, job: Job, folder: Path, checkpoint: Checkpoint | None, stop: threading.Event) -> None:
+        self.job, self.stop = job, stop
+        config = job.config
+        start = checkpoint.state if checkpoint else None
+        rows_per_step, first_step = config.train.rows_per_step, start.step if start else 0
+        rows = range(first_step * rows_per_step, job.steps * rows_per_step)
+        self.channel: Channel[Features] = Channel(config.pipeline.channel_mib * 2**20, first=rows.start)
+        feed = Feed(job.source, self.channel, rows, config.pipeline.target_batch_rows, job.feature_bytes_per_token)
+        self.targets = [
+            TargetWorker(job.target.replica(device_of(name)), feed, self.channel) for name in job.topology.target
+        ]
+        self.sync = GradientSync(len(job.topology.drafter))
+        settings = TrainSettings(
+            first_step=first_step,
+            steps=job.steps,
+            rows_per_step=rows_per_step,
+            warmup=config.train.warmup,
+            schedule=config.train.schedule,
+            clip=config.train.clip,
+            gamma=job.gamma,
+            mask_token=job.drafter.config.mask_token_id,
+        )
+        if checkpoint:
+            job.drafter.load_state_dict(checkpoint.weights)
+        self.drafters = [
+            self._replica(number, name, settings, checkpoint) for number, name in enumerate(job.topology.drafter)
+        ]
+        self.journal = Journal(folder, job, self.drafters[0].drafter, self.drafters[0].optimizers, start)
+
+    def _replica(self, number: int, name: str, settings: TrainSettings, checkpoint: Checkpoint | None) -> DrafterWorker:
+        job, device = self.job, device_of(name)
+        drafter = deepcopy(job.drafter).to(device)
+        train = job.config.train
+        optimizers = Optimizers(
+            drafter, train.optimizer, lr=train.lr, matrix_lr=train.matrix_lr, weight_decay=train.weight_decay
+        )
+        if checkpoint:
+            optimizers.load_state(checkpoint.optimizer)
+        frozen = (to_device(job.target.embedding_VH, device), to_device(job.target.head_VH, device))
+        rotary = RotaryTable(drafter.config, job.config.data.row_tokens + drafter.config.block_size, device)
+        return DrafterWorker(number, drafter, optimizers, frozen, rotary, self.channel, self.sync, settings)
+
+    def gauges(self) -> Gauges:
+        """Busy seconds of every worker and the channel's level, for the display."""
+        workers = [*zip(self.job.topology.target, self.targets, strict=True)]
+        drafters = [*zip(self.job.topology.drafter, self.drafters, strict=True)]
+        busy = {f"target {name}": w.clock.busy_s for name, w in workers}
+        busy |= {f"drafter {name}": w.clock.busy_s for name, w in drafters}
+        return Gauges(busy, self.channel.statistics())
+
+    def run(self, on_failure: Callable[[Failure], None]) -> None:
+        """Runs all workers to the end, to a stop request, or to the first failure (raised)."""
+        crew = Crew(self._release)
+        replicas = len(self.drafters)
+        bodies: list[tuple[str, Callable[[], None]]] = [
+            (f"target {name}", worker.run) for name, worker in zip(self.job.topology.target, self.targets, strict=True)
+        ]
+        for name, worker in zip(self.job.topology.drafter, self.drafters, strict=True):
+            bodies.append((f"drafter {name}", self._drafter_body(worker, replicas)))
+        crew.run(bodies, on_failure)
+
+    def _drafter_body(self, worker: DrafterWorker, replicas: int) -> Callable[[], None]:
+        def body() -> None:
+            worker.run(replicas, self.journal.record, self.stop)
+            if worker.replica == 0:
+                self.channel.close()  # a stopped run: targets must not wait for room any more
+
+        return body
+
+    def _release(self) -> None:
+        self.channel.close()
+        self.sync.abort()
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool,
+    stop: threading.Event,
+    listener: Callable[[Run], Listener],
+    log: Callable[[str], None],
+) -> RunResult:
+    """Trains into `config.run.dir`.
+
+    Args:
+        config: checked.
+        resume: go on from the newest whole checkpoint.
+        stop: set it to end after the current step, with everything saved.
+        listener: makes the display, once the run exists.
+        log: receives lines about decisions and events before that.
+
+    Raises:
+        InputError, ConfigError: something given cannot be used.
+        Exception: the first failure of a worker, after it has been logged.
+    """
+    folder = Path(config.run.dir)
+    with locked(folder, resume):
+        checkpoint = None
+        if resume and (folder / "config.yaml").exists():
+            config = config_for_resume(folder, config)
+            checkpoint = Checkpoints(folder / "checkpoints", config.checkpoint.keep).latest(log)
+        if resume and checkpoint is None:
+            log(f"resume: {folder} has no whole checkpoint, starting at step 0")
+        state = checkpoint.state if checkpoint else None
+        if state and state.step >= state.steps and (folder / "draft").is_dir():
+            log(f"resume: {folder} is finished at step {state.step}, nothing to do")
+            return RunResult(folder, state.step, True, state.best_tau, state.best_step)
+        job = prepare(config, Resolved(state.topology, state.threads, state.held_out) if state else None)
+        check_capacity(job)
+        check_fingerprint(job, checkpoint)
+        write_preamble(folder, job)
+        for decision in job.decisions:
+            log(str(decision))
+        log(job.corpus.summary)
+        run = Run(job, folder, checkpoint, stop)
+        run.journal.listeners.append(listener(run))
+
+        def on_failure(failure: Failure) -> None:
+            run.journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
+
+        run.run(on_failure)
+        run.journal.finish()
+        journal = run.journal
+        return RunResult(folder, journal.last_step, journal.last_step == job.steps, journal.best_tau, journal.best_step)
+
+
+@contextmanager
+def locked(folder: Path, resume: bool) -> Iterator[None]:
+    """Holds the run directory. The lock is the kernel's, so a killed process leaves none.
+
+    Raises:
+        ConfigError: another process holds it, or it is not empty and this is no resume.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.dir {folder} is a file; choose another name")
+    if not resume and folder.is_dir() and any(item.name != ".lock" for item in folder.iterdir()):
+        raise ConfigError(f"run.dir {folder} is not empty; use --resume to go on, or choose another run.dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"run.dir {folder} cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run.dir {folder} is in use by another draftsmith process") from None
+        yield
+
+
+def config_for_resume(folder: Path, given: Config) -> Config:
+    """The run's own config rules; only what does not change the result may differ.
+
+    Raises:
+        ConfigError: another key differs; it is named.
+    """
+    own = load_config(folder / "config.yaml")
+    for key in differing_keys(own, given):
+        if key == "run.dir" or any(key == name.rstrip(".") or key.startswith(name) for name in MAY_DIFFER):
+            continue
+        raise ConfigError(
+            f"resume: {key} differs from {folder / 'config.yaml'}; only topology, device, checkpoint.* and eval.* may"
+        )
+    return given
+
+
+def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:
+    """A run goes on with the target it began with."""
+    if checkpoint and checkpoint.state.fingerprint != job.target.fingerprint:
+        raise ConfigError(
+            f"resume: target.model {job.config.target.model} is not the model (or tokenizer, or template) this run "
+            "began with"
+        )
+
+
+def write_preamble(folder: Path, job: Job) -> None:
+    """`config.yaml` with the decisions as comments, and `rejects.jsonl`."""
+    (folder / "config.yaml").write_text(dump_config(job.config, [str(d) for d in job.decisions]), encoding="utf-8")
+    lines = "".join(reject.to_json() + "\n" for reject in job.corpus.rejects)
+    (folder / "rejects.jsonl").write_text(lines, encoding="utf-8")

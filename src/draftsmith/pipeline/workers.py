@@ -1,0 +1,232 @@
+"""The two bodies that run in threads: a target worker makes features, a drafter worker trains on them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.packing import RowSource
+from draftsmith.drafter.anchors import make_blocks
+from draftsmith.drafter.loss import LossSum, block_loss
+from draftsmith.drafter.model import Drafter, RotaryTable
+from draftsmith.nouns import Blocks, Features, Row, StepRecord
+from draftsmith.pipeline.channel import Channel
+from draftsmith.pipeline.gradsync import FlatGradients, GradientSync, clip_coefficient
+from draftsmith.pipeline.optim import Optimizers, learning_rate_factor
+from draftsmith.pipeline.transfer import blocks_to, settle, to_device
+from draftsmith.target.load import Target
+
+
+class BusyClock:
+    """How long a worker has worked, for the busy share. Written by its worker, read by anybody."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.busy_s += time.perf_counter() - began
+
+
+class Feed:
+    """Hands out batches of consecutive rows, in order, each with its bytes reserved in the channel.
+
+    Shared by all target workers under one lock. Which worker gets a batch is left to speed; what a batch contains is
+    not: batch k is always the same rows, so a feature's bits do not depend on the topology.
+    """
+
+    def __init__(
+        self, source: RowSource, channel: Channel[Features], rows: range, batch_rows: int, bytes_per_token: int
+    ) -> None:
+        assert rows.start % batch_rows == 0
+        self._source, self._channel = source, channel
+        self._rows, self._batch_rows, self._bytes_per_token = rows, batch_rows, bytes_per_token
+        self._next = rows.start
+        self._lock = threading.Lock()
+
+    def claim(self) -> list[Row]:
+        """The next batch, or an empty list at the end. Waits until the channel has room for it."""
+        with self._lock:
+            stop = min(self._next + self._batch_rows, self._rows.stop)
+            batch = [self._source.row(index) for index in range(self._next, stop)]
+            for row in batch:
+                self._channel.reserve(row.index, len(row.tokens_T) * self._bytes_per_token)
+            self._next = stop
+            return batch
+
+
+class TargetWorker:
+    """One replica of the target: claims rows, computes their features, hands them in."""
+
+    def __init__(self, target: Target, feed: Feed, channel: Channel[Features]) -> None:
+        self.target, self.feed, self.channel = target, feed, channel
+        self.clock = BusyClock()
+
+    def run(self) -> None:
+        while batch := self.feed.claim():
+            with self.clock.busy():
+                documents = [row.tokens_T[span.start : span.stop] for row in batch for span in row.spans]
+                hidden = iter(self.target.features(documents))
+                features = [Features(row, torch.cat([next(hidden) for _ in row.spans])) for row in batch]
+                settle(self.target.device)
+            for item in features:
+                self.channel.put(item.row.index, item)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What a step is. Rows of step s are s * rows_per_step and following; replica r of D takes every D-th of them."""
+
+    first_step: int
+    steps: int
+    rows_per_step: int
+    warmup: float
+    schedule: str
+    clip: float
+    gamma: float
+    mask_token: int
+
+
+@dataclass(eq=False, slots=True)
+class _Totals:
+    """Counts of a step on this replica; every field is a sum over labels or rows, so replicas add."""
+
+    block_size: int
+    loss: float | Tensor = 0.0
+    weight: float | Tensor = 0.0
+    tokens: int = 0
+    anchors: int = 0
+    stop: int = 0
+    correct_B: list[Tensor] = field(default_factory=list)
+    count_B: list[Tensor] = field(default_factory=list)
+
+    def add(self, features: Features, blocks: Blocks, loss: LossSum) -> None:
+        self.loss = self.loss + loss.loss.detach()
+        self.weight = self.weight + loss.weight
+        self.tokens += len(features.row.tokens_T)
+        self.anchors += len(blocks.anchors)
+        self.correct_B.append(loss.correct_B)
+        self.count_B.append(loss.count_B)
+
+    def vector(self, device: torch.device) -> Tensor:
+        """[5 + 2B] in float64: sums of counts stay exact."""
+        head = [self.loss, self.weight, self.tokens, self.anchors, self.stop]
+        zero = torch.zeros(self.block_size, device=device)
+        return torch.cat(
+            [
+                torch.stack([torch.as_tensor(value, device=device, dtype=torch.float64) for value in head]),
+                sum(self.correct_B, zero).double(),
+                sum(self.count_B, zero).double(),
+            ]
+        )
+
+
+class DrafterWorker:
+    """One replica of the drafter in training. Replica 0 also keeps the record.
+
+    Every replica ends a step with the same weights: same gradient sum, same optimizer, same order of operations.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        drafter: Drafter,
+        optimizers: Optimizers,
+        frozen: tuple[Tensor, Tensor],
+        rotary: RotaryTable,
+        channel: Channel[Features],
+        sync: GradientSync,
+        settings: TrainSettings,
+    ) -> None:
+        self.replica, self.drafter, self.optimizers, self.rotary = replica, drafter, optimizers, rotary
+        self.embedding_VH, self.head_VH = frozen
+        self.channel, self.sync, self.settings = channel, sync, settings
+        self.gradients = FlatGradients(list(drafter.parameters()))
+        self.clock = BusyClock()
+
+    def run(self, replicas: int, record: Callable[[StepRecord], None], stop: threading.Event) -> None:
+        """Trains from the first step to the last, or until `stop` is set (all replicas end after the same step)."""
+        for step in range(self.settings.first_step, self.settings.steps):
+            began = time.perf_counter()
+            totals = _Totals(self.drafter.config.block_size, stop=stop.is_set())
+            self.gradients.zero()
+            for index in self.rows_of(step, replicas):
+                features = self.channel.take(index)
+                with self.clock.busy():
+                    blocks, hidden_QH = self.forward(features)
+                    loss = block_loss(hidden_QH, blocks, self.head_VH, self.drafter.config.head_scaling)
+                    loss.loss.backward()  # type: ignore[no-untyped-call]
+                    totals.add(features, blocks, loss)
+            sums = self.sync.reduce(self.replica, self.gradients, totals.vector(self.head_VH.device))
+            with self.clock.busy():
+                lr, grad_norm = self.update(step, sums[1])
+            if self.replica == 0:
+                record(self.step_record(step, sums, lr, grad_norm, time.perf_counter() - began))
+            if sums[4] > 0:
+                return
+
+    def rows_of(self, step: int, replicas: int) -> range:
+        """Row numbers this replica takes in a step."""
+        first = step * self.settings.rows_per_step
+        return range(first + self.replica, first + self.settings.rows_per_step, replicas)
+
+    def forward(self, features: Features) -> tuple[Blocks, Tensor]:
+        """Blocks of the row, and the drafter's outputs for all their slots [Q, H]."""
+        row, device = features.row, self.head_VH.device
+        blocks = make_blocks(
+            row,
+            block_size=self.drafter.config.block_size,
+            mask_token=self.settings.mask_token,
+            gamma=self.settings.gamma,
+        )
+        blocks = blocks_to(blocks, device)
+        features_TF = to_device(features.hidden_TF, device)
+        positions_T = to_device(row.positions_T, device)
+        with _autocast(device):
+            hidden_QH = self.drafter(features_TF, positions_T, blocks, self.embedding_VH, self.rotary)
+        return blocks, hidden_QH
+
+    def update(self, step: int, weight: Tensor) -> tuple[float, Tensor]:
+        """One optimizer step on the mean over all labels of all replicas. Returns learning rate and gradient norm."""
+        settings, flat = self.settings, self.gradients.flat
+        flat.div_(weight.to(flat.dtype))
+        grad_norm = flat.norm()
+        flat.mul_(clip_coefficient(grad_norm, settings.clip))
+        factor = learning_rate_factor(settings.schedule, settings.warmup, step, settings.steps)
+        return self.optimizers.step(factor), grad_norm
+
+    def step_record(self, step: int, sums: Tensor, lr: float, grad_norm: Tensor, step_s: float) -> StepRecord:
+        """The one place where a step's numbers come to the host."""
+        loss, weight, tokens, anchors, _, *per_slot = sums.tolist()
+        norm = float(grad_norm)
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            raise FloatingPointError(
+                f"step {step + 1}: loss {loss / weight:.4g}, gradient norm {norm:.4g}; the last checkpoint is whole. "
+                "Lower train.lr and train.matrix_lr, or look for damaged rows"
+            )
+        size = self.drafter.config.block_size
+        slots = zip(per_slot[1:size], per_slot[size + 1 :], strict=True)
+        return StepRecord(
+            step=step + 1,
+            loss=loss / weight,
+            lr=lr,
+            grad_norm=norm,
+            rows=self.settings.rows_per_step,
+            tokens=int(tokens),
+            anchors=int(anchors),
+            accuracy_per_slot=tuple(round(right / max(1.0, count), 4) for right, count in slots),
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            time=time.time(),
+        )
+
+
+def _autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 compute on CUDA over fp32 masters; fp32 on CPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,101 @@
+"""Commands as a person meets them: the library's functions with a console around them."""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from draftsmith.config import Config
+from draftsmith.data.conversations import read_prompts
+from draftsmith.data.template import Renderer
+from draftsmith.decode.evaluate import EvalReport, evaluate
+from draftsmith.drafter.checkpoint import load_drafter, read_provenance
+from draftsmith.drafter.config import DrafterConfig
+from draftsmith.drafter.model import Drafter
+from draftsmith.errors import InputError
+from draftsmith.pipeline.topology import choose_device, device_of
+from draftsmith.pipeline.trainer import Run, RunResult, train
+from draftsmith.report.card import launch_lines
+from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
+from draftsmith.report.table import eval_table
+from draftsmith.target.load import Target, TargetSpec, load_target
+
+console = Console()
+
+
+def say(line: str) -> None:
+    """One plain line."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def train_and_show(config: Config, *, resume: bool, stop: threading.Event) -> RunResult:
+    """Trains with a display: live on a terminal, lines elsewhere, TensorBoard if the config asks for it."""
+    opened: list[Display] = []
+
+    def listener(run: Run) -> Displays:
+        steps = run.job.steps
+        live = sys.stdout.isatty()
+        opened.append(LiveDisplay(console, steps, run.gauges) if live else PlainDisplay(console, steps))
+        if config.report.tensorboard:
+            opened.append(TensorBoard(Path(config.run.dir)))
+        return Displays(opened)
+
+    with Displays(opened):
+        result = train(config, resume=resume, stop=stop, listener=listener, log=say)
+    best = f"; best τ {result.best_tau:.3f} at step {result.best_step}" if result.best_tau is not None else ""
+    say(f"{'finished' if result.finished else 'stopped'} at step {result.step}: {result.folder}/draft{best}")
+    return result
+
+
+def print_launch_lines(target: str, draft: Path) -> None:
+    """How to serve the drafter."""
+    block_size = DrafterConfig.read(draft).block_size
+    for server, line in launch_lines(target, str(draft), block_size).items():
+        say(f"{server}: {line}")
+
+
+def load_pair(target_model: str, draft: Path, device: torch.device) -> tuple[Target, Drafter]:
+    """A target and its drafter for decoding; warns if the drafter was trained for another target."""
+    drafter = load_drafter(draft, device)
+    target = load_target(TargetSpec(target_model), drafter.config.target_layer_ids, device)
+    expected = (target.config.num_hidden_layers, target.config.hidden_size)
+    found = (drafter.config.num_target_layers, drafter.config.hidden_size)
+    if expected != found:
+        raise InputError(
+            f"--draft {draft} is for a target of {found[0]} layers and hidden size {found[1]}, "
+            f"{target_model} has {expected[0]} and {expected[1]}"
+        )
+    trained_for = read_provenance(draft).get("target_fingerprint")
+    if trained_for is not None and trained_for != target.fingerprint:
+        say(
+            f"warning: {draft} was trained for another target, tokenizer or chat template than {target_model}; "
+            "the output stays right, but expect a lower τ"
+        )
+    return target, drafter
+
+
+def evaluate_and_show(
+    target_model: str, draft: Path, prompt_files: Sequence[str], max_new_tokens: int, out: Path | None
+) -> None:
+    """`draftsmith eval`."""
+    device = device_of(str(choose_device("auto").value))
+    target, drafter = load_pair(target_model, draft, device)
+    renderer = Renderer(target.tokenizer)
+    prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts(prompt_files)]
+    report = evaluate_with_status(target, drafter, prompts, max_new_tokens)
+    console.print(eval_table(report))
+    if out is not None:
+        out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+
+
+def evaluate_with_status(
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> EvalReport:
+    """Evaluates, showing how far it is."""
+    with console.status("decoding") as status:
+        progress: Callable[[int], None] = lambda done: status.update(f"decoding {done} / {len(prompts)}")  # noqa: E731
+        return evaluate(target, drafter, prompts, max_new_tokens, progress)

@@ -1,0 +1,118 @@
+"""Blockwise attention is the dense reference, forward and backward, and a wrong mask is noticed."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dense import dense_attention, dense_mask
+from draftsmith.drafter.attention import BlockLayout, blockwise, blockwise_attention, kernels, layout
+
+CASES = range(24)
+
+
+def case(seed: int) -> dict[str, Any]:
+    """Random documents, anchors, window (also smaller than the block), group count and sizes."""
+    r = random.Random(seed)
+    size, kv_heads, groups, dim = r.choice([2, 4, 7, 16]), r.choice([1, 2, 3]), r.choice([1, 2, 4]), r.choice([8, 32])
+    anchors, starts, start = [], [], 0
+    for _ in range(r.randint(1, 4)):
+        length = r.randint(2, 60)
+        picked = sorted(r.sample(range(1, length), min(length - 1, r.randint(1, 12))))
+        anchors += [start + a for a in picked]
+        starts += [start] * len(picked)
+        start += length
+    window = r.choice([None, None, 1, 2, 3, size, 9, 40])
+    return {"anchors": anchors, "starts": starts, "size": size, "window": window, "context": start,
+            "kv_heads": kv_heads, "heads": kv_heads * groups, "dim": dim}  # fmt: skip
+
+
+def tensors(c: dict[str, Any], seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    slots = len(c["anchors"]) * c["size"]
+
+    def make(heads: int, length: int) -> Tensor:
+        return torch.randn(heads, length, c["dim"], generator=g).requires_grad_()
+
+    kv = c["kv_heads"]
+    return [make(c["heads"], slots), make(kv, c["context"]), make(kv, c["context"]), make(kv, slots), make(kv, slots)]
+
+
+def difference(c: dict[str, Any], seed: int) -> float:
+    """Largest difference of output and all gradients, relative to the largest value of each."""
+    inputs = tensors(c, seed)
+    where = BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"])
+    mask = dense_mask(c["anchors"], c["starts"], c["size"], c["window"], c["context"])
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(seed + 1))
+    expected = dense_attention(mask, *inputs)
+    ours = blockwise_attention(where, *inputs)
+    wanted = [expected.detach(), *torch.autograd.grad(expected, inputs, upstream)]
+    got = [ours.detach(), *torch.autograd.grad(ours, inputs, upstream)]
+    largest = max(float(b.abs().max()) for b in wanted)
+    worst = 0.0
+    for a, b in zip(got, wanted, strict=True):
+        own = float(b.abs().max())
+        # A slot that sees only itself has no gradient at all in its query: then there is no own scale.
+        worst = max(worst, float((a - b).abs().max()) / (own if own > 1e-6 * largest else largest))
+    return worst
+
+
+@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused kernel", "public SDPA"])
+def test_equals_the_dense_reference(seed: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fused:
+        assert kernels.fused_cpu_available(), "this torch lacks the tested kernel: add its schema or drop the version"
+    monkeypatch.setattr(kernels, "_FUSED_CPU", fused)
+    assert difference(case(seed), seed) <= 1e-5
+
+
+def test_chunk_borders_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = case(3) | {"size": 4}
+    for slots in (1, 4, 12, 10_000):
+        monkeypatch.setattr(blockwise, "CHUNK_SLOTS", slots)
+        assert difference(c, 3) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda layout, blocks, keys, device: _sees_own_anchor(layout, blocks, keys, device),
+        lambda layout, blocks, keys, device: _ignores_documents(layout, blocks, keys, device),
+    ],
+    ids=["sees its own anchor", "crosses documents"],
+)
+def test_a_wrong_context_mask_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "context_mask", mutant)
+    assert max(difference(case(seed), seed) for seed in CASES) > 1e-3
+
+
+def test_a_wrong_block_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        blockwise, "block_mask", lambda at, n, d: torch.ones(n * at.block_size, n * at.block_size, dtype=torch.bool)
+    )
+    assert max(difference(case(seed), seed) for seed in CASES) > 1e-3
+
+
+def _sees_own_anchor(where: BlockLayout, blocks: slice, keys: slice, device: torch.device) -> Tensor:
+    """Off by one within what the chunk holds: `<=` instead of `<` for all but the chunk's last anchor."""
+    seen = layout.context_mask(where, blocks, keys, device)
+    for row, anchor in enumerate(a for a in where.anchors[blocks] for _ in range(where.block_size)):
+        if keys.start <= anchor < keys.stop:
+            seen[row, anchor - keys.start] = True
+    return seen
+
+
+def _ignores_documents(where: BlockLayout, blocks: slice, keys: slice, device: torch.device) -> Tensor:
+    free = BlockLayout(where.anchors, tuple(0 for _ in where.starts), where.block_size, where.window)
+    return layout.context_mask(free, blocks, keys, device)
+
+
+def test_nothing_as_large_as_the_whole_score_grid_is_allocated() -> None:
+    """The masks of all chunks together would be the grid; no single tensor may come near it."""
+    anchors = tuple(range(1, 2049, 4))
+    where = BlockLayout(anchors, tuple(0 for _ in anchors), 8, None)
+    largest = max(chunk.mask.numel() for chunk in blockwise._chunks(where, 2, torch.zeros(1)))
+    assert largest <= 2 * blockwise.CHUNK_SLOTS * (2048 + blockwise.CHUNK_SLOTS)
+    assert largest * 20 < len(anchors) * 8 * (2048 + len(anchors) * 8)
