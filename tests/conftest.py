@@ -1,5 +1,7 @@
 """Small models and rows that all tests share. Everything is made here, from seeds; nothing is downloaded."""
 
+import gzip
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import embedded
@@ -17,6 +20,7 @@ from draftsmith.data.template import Document
 from draftsmith.drafter.config import FULL, DrafterConfig
 from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
+from draftsmith.pipeline.prepare import choose_shape
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.target.load import Target, TargetSpec, load_target
 
@@ -53,6 +57,13 @@ def tiny_config(**changes: Any) -> DrafterConfig:
         "mask_token_id": 63,
     }
     return DrafterConfig(**(values | changes))
+
+
+def demo_shape(target: Target) -> DrafterConfig:
+    """The demo's drafter for the embedded target."""
+    config = parse_config(yaml.safe_load(embedded.CONFIG.read_text()), "demo")
+    mask_token = target.tokenizer.mask_token_id
+    return choose_shape(config, target.config, target.taps, mask_token, target.embedding_VH.shape[0])
 
 
 def tiny_drafter(seed: int = 0, **changes: Any) -> Drafter:
@@ -98,18 +109,26 @@ def row_source(documents: list[Document], **changes: Any) -> RowSource:
     return RowSource(documents, PackingSettings(**(settings | changes)))
 
 
+@pytest.fixture(scope="session")
+def some_conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 200 embedded conversations."""
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    with gzip.open(embedded.CONVERSATIONS, "rt") as file:
+        path.write_text("".join(itertools.islice(file, 200)))
+    return path
+
+
 @pytest.fixture
-def demo_config(tmp_path: Path) -> Callable[..., Config]:
+def demo_config(tmp_path: Path, some_conversations: Path) -> Callable[..., Config]:
     """The demo's config, made small; keyword arguments are `section__key`."""
 
     def make(**changes: Any) -> Config:
-        import yaml
-
         data = yaml.safe_load(embedded.CONFIG.read_text())
         small = {
             "run__dir": str(tmp_path / "run"),
             "train__steps": 4,
             "train__rows_per_step": 4,
+            "data__train": [str(some_conversations)],
             "data__row_tokens": 256,
             "eval__every": 0,
             "checkpoint__every": 0,

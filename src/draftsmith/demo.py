@@ -6,19 +6,20 @@ import statistics
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from draftsmith import embedded
-from draftsmith.config import Config, load_config
+from draftsmith.config import load_config
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.errors import ConfigError
 from draftsmith.nouns import StepRecord
-from draftsmith.pipeline.prepare import prepare
-from draftsmith.pipeline.trainer import train
+from draftsmith.pipeline.prepare import Job, prepare
+from draftsmith.pipeline.trainer import execute
 from draftsmith.report.session import console, evaluate_with_status, load_pair, print_launch_lines, say, train_and_show
 from draftsmith.report.table import eval_table
 
@@ -32,17 +33,17 @@ def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
         raise ConfigError(f"--out {folder} is not an empty directory; choose another")
     say(f"demo: everything goes to {folder}")
     config = load_config(embedded.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
-    step_s = timed_step(config)
+    job = prepare(config)
+    step_s = timed_step(job)
     steps = max(1, round(60 * minutes / step_s))
     say(f"a step takes {step_s:.2f} s on this machine: {steps} steps in {minutes:g} minutes")
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-
-    before = prepare(config)
-    tau_before = decoded_tau(before.target, before.drafter.eval(), before.prompts, config.eval.max_new_tokens)
+    job = replace(job, config=config, steps=steps)
+    tau_before = decoded_tau(job.target, job.drafter.eval(), job.prompts, config.eval.max_new_tokens)
     say(f"τ of the drafter as initialised: {tau_before:.3f}")
 
     began = time.perf_counter()
-    result = train_and_show(config, resume=False, stop=stop)
+    result = train_and_show(config, resume=False, stop=stop, job=job)
     train_seconds = time.perf_counter() - began
     if not result.finished:
         return
@@ -75,18 +76,13 @@ class _Timer:
         pass
 
 
-def timed_step(config: Config) -> float:
+def timed_step(job: Job) -> float:
     """Median seconds of a step, from a short run of the same pipeline that is thrown away."""
     timer = _Timer()
+    config = job.config.model_copy(update={"eval": job.config.eval.model_copy(update={"every": 0})})
+    trial = replace(job, config=config, steps=WARMUP_STEPS)
     with tempfile.TemporaryDirectory() as folder:
-        trial = config.model_copy(
-            update={
-                "run": config.run.model_copy(update={"dir": folder}),
-                "train": config.train.model_copy(update={"steps": WARMUP_STEPS}),
-                "eval": config.eval.model_copy(update={"every": 0}),
-            }
-        )
-        train(trial, resume=False, stop=threading.Event(), listener=lambda run: timer, log=lambda line: None)
+        execute(trial, Path(folder), None, threading.Event(), lambda run: timer)
     return statistics.median(timer.step_s[UNTIMED_STEPS:])
 
 

@@ -1,5 +1,6 @@
 """Key/value caches of the two models, and the one place that rolls the target's back."""
 
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -12,16 +13,21 @@ from draftsmith.errors import InputError
 class TargetCache:
     """A transformers cache that can forget the tokens that were not accepted.
 
+    `arguments` are what a forward that reads and extends the cache is called with; transformers 5.24 renames the
+    argument that 5.15 calls `past_key_values`.
+
     Raises:
         InputError: the model keeps states that cannot be rolled back; a wrong answer is never the outcome.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, model: Any, config: Any) -> None:
         self.cache = DynamicCache(config=config)
         self.cache.activate_past_recording()  # sliding layers keep what a rollback brings back into their window
         if not self.cache.is_croppable:
             kinds = sorted({type(layer).__name__ for layer in self.cache.layers})
             raise InputError(f"target.model {config.model_type}: its cache ({', '.join(kinds)}) cannot be rolled back")
+        name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        self.arguments: dict[str, Any] = {name: self.cache, "use_cache": True}
 
     def forget(self, tokens: int) -> None:
         """Drops the last `tokens` tokens. transformers takes a negative count; 0 must not be passed on."""

@@ -7,7 +7,6 @@ reads the block once; the longest matching prefix is kept, plus the target's own
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,16 +84,11 @@ class TargetState:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.cache = TargetCache(target.config)
+        self.cache = TargetCache(target.model, target.config)
 
     def forward(self, ids_T: Tensor, *, features: bool, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
         """Reads tokens behind the cache. Logits [T or 1, V]; features [T, F] on request."""
-        arguments: dict[str, Any] = {
-            "input_ids": ids_T[None],
-            "past_key_values": self.cache.cache,
-            "use_cache": True,
-            "logits_to_keep": 1 if last_only else 0,
-        }
+        arguments = {"input_ids": ids_T[None], "logits_to_keep": 1 if last_only else 0, **self.cache.arguments}
         if not features:
             return self.target.model(**arguments).logits[0], None
         with self.target.capture.collect(stop_after_last=False) as states:
@@ -140,7 +134,7 @@ def speculative_generate(
         logits_BV, features_TF = reader.forward(ids_B, features=True)
         drafts, answers = torch.stack((ids_B, logits_BV.argmax(-1))).tolist()  # the round's one wait for the device
         accepted = _agreement(drafts[1:], answers)
-        produced = answers[: accepted + 1]
+        produced = answers[: accepted + 1][: max_new_tokens - len(tokens)]
         stop = next((i for i, token in enumerate(produced) if token in target.stop_ids), None)
         produced = produced if stop is None else produced[: stop + 1]
         reader.cache.forget(size - len(produced))

@@ -115,13 +115,12 @@ class Run:
         self.sync.abort()
 
 
+ListenerFactory = Callable[[Run], Listener]
+Log = Callable[[str], None]
+
+
 def train(
-    config: Config,
-    *,
-    resume: bool,
-    stop: threading.Event,
-    listener: Callable[[Run], Listener],
-    log: Callable[[str], None],
+    config: Config, *, resume: bool, stop: threading.Event, listener: ListenerFactory, log: Log, job: Job | None = None
 ) -> RunResult:
     """Trains into `config.run.dir`.
 
@@ -131,6 +130,7 @@ def train(
         stop: set it to end after the current step, with everything saved.
         listener: makes the display, once the run exists.
         log: receives lines about decisions and events before that.
+        job: the same config, prepared already (not for a resume).
 
     Raises:
         InputError, ConfigError: something given cannot be used.
@@ -140,7 +140,7 @@ def train(
     with locked(folder, resume):
         checkpoint = None
         if resume and (folder / "config.yaml").exists():
-            config = config_for_resume(folder, config)
+            check_resume(folder, config)
             checkpoint = Checkpoints(folder / "checkpoints", config.checkpoint.keep).latest(log)
         if resume and checkpoint is None:
             log(f"resume: {folder} has no whole checkpoint, starting at step 0")
@@ -148,23 +148,30 @@ def train(
         if state and state.step >= state.steps and (folder / "draft").is_dir():
             log(f"resume: {folder} is finished at step {state.step}, nothing to do")
             return RunResult(folder, state.step, True, state.best_tau, state.best_step)
-        job = prepare(config, Resolved(state.topology, state.threads, state.held_out) if state else None)
+        if job is None:
+            job = prepare(config, Resolved(state.topology, state.threads, state.held_out) if state else None)
         check_capacity(job)
         check_fingerprint(job, checkpoint)
         write_preamble(folder, job)
-        for decision in job.decisions:
-            log(str(decision))
-        log(job.corpus.summary)
-        run = Run(job, folder, checkpoint, stop)
-        run.journal.listeners.append(listener(run))
+        for line in (*map(str, job.decisions), job.corpus.summary):
+            log(line)
+        return execute(job, folder, checkpoint, stop, listener)
 
-        def on_failure(failure: Failure) -> None:
-            run.journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
 
-        run.run(on_failure)
-        run.journal.finish()
-        journal = run.journal
-        return RunResult(folder, journal.last_step, journal.last_step == job.steps, journal.best_tau, journal.best_step)
+def execute(
+    job: Job, folder: Path, checkpoint: Checkpoint | None, stop: threading.Event, listener: ListenerFactory
+) -> RunResult:
+    """Runs a prepared job into an existing folder, from a checkpoint or from the start."""
+    run = Run(job, folder, checkpoint, stop)
+    journal = run.journal
+    journal.listeners.append(listener(run))
+
+    def on_failure(failure: Failure) -> None:
+        journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
+
+    run.run(on_failure)
+    journal.finish()
+    return RunResult(folder, journal.last_step, journal.last_step == job.steps, journal.best_tau, journal.best_step)
 
 
 @contextmanager
@@ -191,7 +198,7 @@ def locked(folder: Path, resume: bool) -> Iterator[None]:
         yield
 
 
-def config_for_resume(folder: Path, given: Config) -> Config:
+def check_resume(folder: Path, given: Config) -> None:
     """The run's own config rules; only what does not change the result may differ.
 
     Raises:
@@ -204,7 +211,6 @@ def config_for_resume(folder: Path, given: Config) -> Config:
         raise ConfigError(
             f"resume: {key} differs from {folder / 'config.yaml'}; only topology, device, checkpoint.* and eval.* may"
         )
-    return given
 
 
 def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:

@@ -17,6 +17,7 @@ from draftsmith.drafter.checkpoint import load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
+from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.topology import choose_device, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.report.card import launch_lines
@@ -32,7 +33,7 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def train_and_show(config: Config, *, resume: bool, stop: threading.Event) -> RunResult:
+def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: Job | None = None) -> RunResult:
     """Trains with a display: live on a terminal, lines elsewhere, TensorBoard if the config asks for it."""
     opened: list[Display] = []
 
@@ -45,7 +46,7 @@ def train_and_show(config: Config, *, resume: bool, stop: threading.Event) -> Ru
         return Displays(opened)
 
     with Displays(opened):
-        result = train(config, resume=resume, stop=stop, listener=listener, log=say)
+        result = train(config, resume=resume, stop=stop, listener=listener, log=say, job=job)
     best = f"; best τ {result.best_tau:.3f} at step {result.best_step}" if result.best_tau is not None else ""
     say(f"{'finished' if result.finished else 'stopped'} at step {result.step}: {result.folder}/draft{best}")
     return result
