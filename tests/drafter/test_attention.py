@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dense import dense_attention, dense_mask
-from draftsmith.drafter.attention import BlockLayout, blockwise, blockwise_attention, kernels, layout
+from draftsmith.drafter.attention import BlockLayout, ChunkPlan, blockwise, blockwise_attention, kernels, layout
 
 CASES = range(24)
 
@@ -44,10 +44,11 @@ def difference(c: dict[str, Any], seed: int) -> float:
     """Largest difference of output and all gradients, relative to the largest value of each."""
     inputs = tensors(c, seed)
     where = BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"])
+    plan = ChunkPlan(where, c["heads"] // c["kv_heads"], torch.float32, torch.device("cpu"))
     mask = dense_mask(c["anchors"], c["starts"], c["size"], c["window"], c["context"])
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(seed + 1))
     expected = dense_attention(mask, *inputs)
-    ours = blockwise_attention(where, *inputs)
+    ours = blockwise_attention(plan, *inputs)
     wanted = [expected.detach(), *torch.autograd.grad(expected, inputs, upstream)]
     got = [ours.detach(), *torch.autograd.grad(ours, inputs, upstream)]
     largest = max(float(b.abs().max()) for b in wanted)
@@ -66,6 +67,11 @@ def test_equals_the_dense_reference(seed: int, fused: bool, monkeypatch: pytest.
         assert kernels.fused_cpu_available(), "this torch lacks the tested kernel: add its schema or drop the version"
     monkeypatch.setattr(kernels, "_FUSED_CPU", fused)
     assert difference(case(seed), seed) <= 1e-5
+
+
+def test_masks_built_when_used_are_the_kept_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "KEPT_MASK_BYTES", 0)
+    assert difference(case(5), 5) <= 1e-5
 
 
 def test_chunk_borders_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +119,6 @@ def test_nothing_as_large_as_the_whole_score_grid_is_allocated() -> None:
     """The masks of all chunks together would be the grid; no single tensor may come near it."""
     anchors = tuple(range(1, 2049, 4))
     where = BlockLayout(anchors, tuple(0 for _ in anchors), 8, None)
-    largest = max(chunk.mask.numel() for chunk in blockwise._chunks(where, 2, torch.zeros(1)))
+    largest = max(mask.numel() for _, mask in ChunkPlan(where, 2, torch.float32, torch.device("cpu")))
     assert largest <= 2 * blockwise.CHUNK_SLOTS * (2048 + blockwise.CHUNK_SLOTS)
     assert largest * 20 < len(anchors) * 8 * (2048 + len(anchors) * 8)

@@ -6,6 +6,7 @@ Usage: python run_reference.py TARGET DRAFT PROMPT_IDS.json MAX_NEW_TOKENS
 import json
 import sys
 import time
+from pathlib import Path
 
 import dflash.model
 import torch
@@ -19,7 +20,7 @@ target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32
 draft = DFlashDraftModel.from_pretrained(draft_folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 eos = target.generation_config.eos_token_id
 results = []
-for ids in json.load(open(prompts_file)):
+for ids in json.loads(Path(prompts_file).read_text()):
     out = dflash_generate(
         draft,
         target=target,

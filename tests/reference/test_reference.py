@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_training
 
+from conftest import run_training
 from draftsmith import embedded
 from draftsmith.config import Config
 from draftsmith.data.conversations import read_prompts

@@ -27,11 +27,11 @@ class HeadScaling:
         scaled = raw_V * self.multiplier if self.multiplier != 1.0 else raw_V
         return torch.tanh(scaled / self.softcap) * self.softcap if self.softcap else scaled
 
-    def backward(self, grad_V: Tensor, logits_V: Tensor) -> Tensor:
-        """Gradient of the raw products from the gradient of the logits."""
+    def slope(self, logits_V: Tensor) -> Tensor | float | None:
+        """Derivative of the logits by the raw products; None stands for 1."""
         if self.softcap:
-            grad_V = grad_V * (1 - (logits_V / self.softcap) ** 2)
-        return grad_V * self.multiplier if self.multiplier != 1.0 else grad_V
+            return self.multiplier * (1 - (logits_V / self.softcap) ** 2)
+        return self.multiplier if self.multiplier != 1.0 else None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,7 +40,7 @@ class LossSum:
 
     loss: Tensor  # scalar, carries the gradient
     weight: Tensor  # scalar
-    correct_B: Tensor  # labels answered right, per slot
+    correct_B: Tensor  # labels whose logit is the largest, per slot
     count_B: Tensor  # labels, per slot
 
 
@@ -56,15 +56,17 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels_L), size):
             part = slice(start, start + size)
             logits_LV = scaling.logits((hidden_LH[part] @ head_VH.T).float())
-            label_L1 = labels_L[part, None]
-            weight_L1 = weights_L[part, None]
-            top_L1, argmax_L1 = logits_LV.max(-1, keepdim=True)
-            correct_L[part] = (argmax_L1 == label_L1)[:, 0]
-            exp_LV = (logits_LV - top_L1).exp_()
+            slope_LV = scaling.slope(logits_LV)
+            weight_L1, label_L1 = weights_L[part, None], labels_L[part, None]
+            wanted_L1 = logits_LV.gather(1, label_L1)
+            top_L1 = logits_LV.amax(-1, keepdim=True)
+            correct_L[part] = (wanted_L1 == top_L1)[:, 0]
+            exp_LV = logits_LV.sub_(top_L1).exp_()
             sum_L1 = exp_LV.sum(-1, keepdim=True)
-            total += (weight_L1 * (sum_L1.log() + top_L1 - logits_LV.gather(1, label_L1))).sum()
+            total += (weight_L1 * (sum_L1.log() + top_L1 - wanted_L1)).sum()
             grad_LV = exp_LV.mul_(weight_L1 / sum_L1).scatter_add_(1, label_L1, -weight_L1)
-            grad_LH[part] = scaling.backward(grad_LV, logits_LV).to(head_VH.dtype) @ head_VH
+            grad_LV = grad_LV if slope_LV is None else grad_LV.mul_(slope_LV)
+            torch.mm(grad_LV.to(head_VH.dtype), head_VH, out=grad_LH[part])
         ctx.save_for_backward(grad_LH)
         ctx.mark_non_differentiable(correct_L)
         return total, correct_L

@@ -6,6 +6,7 @@ load: no prefix, no embedding, no head.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from draftsmith.drafter.attention import BlockLayout, blockwise_attention
+from draftsmith.drafter.attention import BlockLayout, ChunkPlan, blockwise_attention
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.nouns import Blocks
 
@@ -31,7 +32,30 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`F.rms_norm` with half the passes in its backward (427 instead of 792 µs for [1200, 128] on one CPU core)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = (x * scale).to(x.dtype)
+        ctx.save_for_backward(normed, scale, weight)
+        out: Tensor = normed * weight
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        size = weight.shape[0]
+        weighted = (grads[0] * normed).reshape(-1, size)
+        along = (weighted @ weight.to(weighted.dtype)).view(scale.shape).div_(-size)
+        dx = torch.addcmul(grads[0] * weight, normed, along).mul_(scale)
+        return dx.to(normed.dtype), weighted.sum(0), None
 
 
 class Attention(nn.Module):
@@ -145,19 +169,23 @@ class Drafter(nn.Module):
         context_TH = self.context(features_TF)
         rotation_T = rotary.at(positions_T)
         context = [layer.context(context_TH, rotation_T) for layer in self.stack]
-        layouts = [
-            BlockLayout(blocks.anchors, blocks.starts, self.config.block_size, self.config.window(index))
-            for index in range(len(self.stack))
-        ]
+        plans = self._plans(blocks, context_TH)
 
         def attend(layer: int, q_AQD: Tensor, keys_GQD: Tensor, values_GQD: Tensor) -> Tensor:
             context_keys_GTD, context_values_GTD = context[layer]
-            return blockwise_attention(
-                layouts[layer], q_AQD, context_keys_GTD, context_values_GTD, keys_GQD, values_GQD
-            )
+            plan = plans[self.config.window(layer)]
+            return blockwise_attention(plan, q_AQD, context_keys_GTD, context_values_GTD, keys_GQD, values_GQD)
 
         hidden_QH = self.embed(blocks.tokens_NB.flatten(), embedding_VH)
         return self.run_layers(hidden_QH, rotary.at(blocks.positions_NB.flatten()), attend)
+
+    def _plans(self, blocks: Blocks, like: Tensor) -> dict[int | None, ChunkPlan]:
+        """One chunk plan per window that occurs among the layers."""
+        config = self.config
+        groups = config.num_attention_heads // config.num_key_value_heads
+        windows = {config.window(index) for index in range(len(config.layer_types))}
+        layouts = {w: BlockLayout(blocks.anchors, blocks.starts, config.block_size, w) for w in windows}
+        return {w: ChunkPlan(layout, groups, like.dtype, like.device) for w, layout in layouts.items()}
 
 
 class RotaryTable:
@@ -182,6 +210,27 @@ class RotaryTable:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary position embedding, half-split layout: x [heads, tokens, D]."""
-    cos, sin = rotation
+    out: Tensor = _Rotate.apply(x, *rotation)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the rotation back: one pass over x each way, where autograd would take five."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out

@@ -3,7 +3,7 @@
 `dense`, the reference that every backend is compared with, lives in the tests.
 """
 
-from draftsmith.drafter.attention.blockwise import blockwise_attention
+from draftsmith.drafter.attention.blockwise import ChunkPlan, blockwise_attention
 from draftsmith.drafter.attention.layout import BlockLayout
 
-__all__ = ["BlockLayout", "blockwise_attention"]
+__all__ = ["BlockLayout", "ChunkPlan", "blockwise_attention"]

@@ -16,48 +16,81 @@ from draftsmith.drafter.attention.kernels import chunk_backward, chunk_forward
 from draftsmith.drafter.attention.layout import BlockLayout, block_mask, context_mask
 
 CHUNK_SLOTS = 64  # slots per chunk: 8 blocks of 8. Measured best or within 5 % of it for B 8 and 16, D 32 and 64.
+KEPT_MASK_BYTES = 2**26  # masks of a row are kept for all layers, forward and backward, while they are this small
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
+    """Neighbouring blocks that share a call."""
+
+    blocks: slice
     slots: slice  # of the row's Q slots
     keys: slice  # of the row's T context positions
-    mask: Tensor  # additive, [1, 1, groups * slots, keys + slots]
 
 
-def _chunks(layout: BlockLayout, groups: int, like: Tensor) -> Iterator[_Chunk]:
-    count, size = len(layout.anchors), layout.block_size
-    per_chunk = max(1, CHUNK_SLOTS // size)
-    diagonals: dict[int, Tensor] = {}
-    for first in range(0, count, per_chunk):
-        last = min(first + per_chunk, count)
-        low = min(layout.starts[first:last])
+class ChunkPlan:
+    """How the blocks of a row are cut into chunks, for all layers that share a window. Used by one thread.
+
+    Masks are additive, [1, 1, groups * slots, keys + slots]. They are kept as long as all of them together stay
+    below `KEPT_MASK_BYTES`; beyond, each is built when it is used, so memory stays linear in the row's length.
+    """
+
+    def __init__(self, layout: BlockLayout, groups: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.groups, self.dtype, self.device = layout, groups, dtype, device
+        size, count = layout.block_size, len(layout.anchors)
+        per_chunk = max(1, CHUNK_SLOTS // size)
+        self.chunks = [self._chunk(first, min(first + per_chunk, count)) for first in range(0, count, per_chunk)]
+        self._diagonals: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+        numel = sum(groups * _length(c.slots) * (_length(c.keys) + _length(c.slots)) for c in self.chunks)
+        self._keeps = numel * dtype.itemsize <= KEPT_MASK_BYTES
+
+    def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
+        for number, chunk in enumerate(self.chunks):
+            mask = self._kept.get(number)
+            if mask is None:
+                mask = self._mask(chunk)
+                if self._keeps:
+                    self._kept[number] = mask
+            yield chunk, mask
+
+    def _chunk(self, first: int, last: int) -> Chunk:
+        layout = self.layout
+        low = layout.starts[first]  # documents lie in order, so the first block's begins first
         if layout.window is not None:
             low = max(low, layout.anchors[first] - layout.window + 1)
-        keys = slice(low, layout.anchors[last - 1])
-        if last - first not in diagonals:
-            diagonals[last - first] = block_mask(layout, last - first, like.device)
-        seen = torch.cat([context_mask(layout, slice(first, last), keys, like.device), diagonals[last - first]], 1)
-        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
-        yield _Chunk(slice(first * size, last * size), keys, mask.repeat(groups, 1)[None, None])
+        slots = slice(first * layout.block_size, last * layout.block_size)
+        return Chunk(slice(first, last), slots, slice(low, layout.anchors[last - 1]))
+
+    def _mask(self, chunk: Chunk) -> Tensor:
+        blocks = _length(chunk.blocks)
+        if blocks not in self._diagonals:
+            self._diagonals[blocks] = block_mask(self.layout, blocks, self.device)
+        seen = torch.cat([context_mask(self.layout, chunk.blocks, chunk.keys, self.device), self._diagonals[blocks]], 1)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
+        return mask.repeat(self.groups, 1)[None, None]
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 class _Blockwise(torch.autograd.Function):
-    """Saves the output and one log-sum-exp per chunk; masks and concatenated keys are built again in the backward."""
+    """Saves the output and one log-sum-exp per chunk; concatenated keys are built again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, layout: BlockLayout, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
         heads, _, dim = q.shape
         kv_heads = kc.shape[0]
         folded_q = q.view(kv_heads, heads // kv_heads, -1, dim)
         out = torch.empty_like(folded_q)
         sums: list[Tensor | None] = []
-        for slots, keys, mask in _chunks(layout, heads // kv_heads, q):
+        for (_, slots, keys), mask in plan:
             k = torch.cat([kc[:, keys], kb[:, slots]], 1)[None]
             v = torch.cat([vc[:, keys], vb[:, slots]], 1)[None]
             chunk, logsumexp = chunk_forward(_fold(folded_q, slots), k, v, mask)
             out[:, :, slots] = chunk.view(kv_heads, heads // kv_heads, -1, dim)
             sums.append(logsumexp)
-        ctx.layout, ctx.sums = layout, sums
+        ctx.plan, ctx.sums = plan, sums
         ctx.save_for_backward(q, kc, vc, kb, vb, out)
         return out.view_as(q)
 
@@ -70,7 +103,7 @@ class _Blockwise(torch.autograd.Function):
         folded_grad = grads[0].reshape(folded_q.shape)
         dq, dkb, dvb = torch.empty_like(folded_q), torch.empty_like(kb), torch.empty_like(vb)
         dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
-        for (slots, keys, mask), logsumexp in zip(_chunks(ctx.layout, heads // kv_heads, q), ctx.sums, strict=True):
+        for ((_, slots, keys), mask), logsumexp in zip(ctx.plan, ctx.sums, strict=True):
             k = torch.cat([kc[:, keys], kb[:, slots]], 1)[None]
             v = torch.cat([vc[:, keys], vb[:, slots]], 1)[None]
             chunk_q, chunk_k, chunk_v = chunk_backward(
@@ -89,14 +122,14 @@ def _fold(x: Tensor, slots: slice) -> Tensor:
     return x[:, :, slots].reshape(1, x.shape[0], -1, x.shape[-1])
 
 
-def blockwise_attention(layout: BlockLayout, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
+def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
     """Attention output [A, Q, D] of every slot of the row.
 
     Args:
-        layout: the row's anchors and this layer's window.
+        plan: the row's anchors and this layer's window, cut into chunks for A / G query heads per key head.
         q: queries of the slots, [A, Q, D], rotated.
         kc, vc: keys (rotated) and values of the context features, [G, T, D]; G divides A.
         kb, vb: keys (rotated) and values of the slots, [G, Q, D].
     """
-    out: Tensor = _Blockwise.apply(layout, q.contiguous(), kc, vc, kb, vb)  # type: ignore[no-untyped-call]
+    out: Tensor = _Blockwise.apply(plan, q.contiguous(), kc, vc, kb, vb)  # type: ignore[no-untyped-call]
     return out
