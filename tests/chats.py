@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,9 @@ def tokenizer(template: str | None, **more: Any) -> Any:
     """Byte-level BPE whose only merge joins two newlines, so that a token can cross a border."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab | {"ĊĊ": len(vocab)}, [("Ċ", "Ċ")]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    lines_apart = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")  # as Llama 3 and Qwen do
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([lines_apart, bytes_only])
     core.decoder = ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", bos_token="<|begin|>", **more)
     made.add_special_tokens({"additional_special_tokens": SPECIAL})

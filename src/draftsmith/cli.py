@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from draftsmith import __version__
-from draftsmith.errors import InputError
+from draftsmith.errors import ConfigError, InputError
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -31,13 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.command(options)
     except InputError as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
+        print(f"draftsmith: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # before or outside training, where there is nothing to save
+        print("draftsmith: interrupted", file=sys.stderr)
+        return INTERRUPTED[signal.SIGINT]
     except Exception as error:  # noqa: BLE001 - the last place: one line for a person, the rest for a log
         print(f"draftsmith: {type(error).__name__}: {error}", file=sys.stderr)
         for note in getattr(error, "__notes__", []):
             print(f"draftsmith: {note}", file=sys.stderr)
         traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a worker stuck in native code must not keep the process
     return code
@@ -70,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
@@ -101,7 +108,9 @@ def _eval(options: argparse.Namespace) -> int:
     from draftsmith.report.session import evaluate_and_show
 
     if options.max_new_tokens < 2:
-        raise InputError("--max-new-tokens must be at least 2: the first token is the prefill's")
+        raise ConfigError("--max-new-tokens must be at least 2: the first token is the prefill's")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
     evaluate_and_show(options.target, options.draft, options.prompts, options.max_new_tokens, options.json)
     return 0
 

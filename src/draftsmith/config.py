@@ -7,7 +7,7 @@ import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,7 +21,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A part of the config. Unknown keys are errors; nothing changes after reading."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -108,7 +108,7 @@ class Config(Section):
     """A whole run."""
 
     run: RunSection
-    seed: int = Field(0, ge=0, description="anchors, order of documents, random weights")
+    seed: int = Field(0, ge=0, lt=2**63, description="anchors, order of documents, random weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="kind of device to use")
     topology: str | Devices = Field("auto", description="T+D, `auto`, or lists {target: [...], drafter: [...]}")
     target: TargetSection
@@ -153,23 +153,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected keys like `run:` and `target:`, found {type(data).__name__}")
+        found = "nothing" if data is None else type(data).__name__
+        raise ConfigError(f"{path}: expected keys like `run:` and `target:`, found {found}")
+    _refuse_duplicates(tree, str(path))
     for override in overrides:
         _apply(data, override)
-    return parse_config(data, str(path), tree)
+    return parse_config(data, str(path), tree, overrides)
 
 
-def parse_config(data: Mapping[str, Any], source: str, tree: yaml.Node | None = None) -> Config:
-    """Checks plain data against the schema; `source` and `tree` are for the message."""
+def parse_config(
+    data: Mapping[str, Any], source: str, tree: yaml.Node | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Checks plain data against the schema; `source`, `tree` and `overrides` are for the message."""
     try:
-        return Config.model_validate(_floats(Config, data))
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        return Config.model_validate(_plain(Config, data))
     except ValidationError as error:
-        raise ConfigError(_explain(error.errors()[0], source, tree)) from None
+        raise ConfigError(_explain(_meant(error.errors()), source, tree, overrides)) from None
 
 
 def dump_config(config: Config, notes: Sequence[str]) -> str:
@@ -201,55 +203,102 @@ def _apply(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: the value is not YAML") from None
     *sections, key = path.split(".")
     for section in sections:
-        data = data.setdefault(section, {})
+        if data.get(section) is None:
+            data[section] = {}
+        data = data[section]
         if not isinstance(data, dict):
             raise ConfigError(f"--set {override}: {section} is not a section")
     data[key] = value
 
 
-def _floats(model: type[BaseModel], data: Any) -> Any:
-    """Accepts what YAML makes of numbers people write: 1 and 1e-3 (a string in YAML 1.1) where a float is meant."""
+def _refuse_duplicates(node: yaml.Node | None, source: str, path: tuple[str, ...] = ()) -> None:
+    """YAML lets the last of two equal keys win; here the first would be lost in silence."""
+    if not isinstance(node, yaml.MappingNode) or len(path) > 3:
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            dotted = ".".join([*path, str(key.value)])
+            raise ConfigError(f"{source}:{line}: {dotted} stands in line {lines[key.value]} already; keep one of them")
+        lines[key.value] = line
+        _refuse_duplicates(value, source, (*path, str(key.value)))
+
+
+def _plain(model: type[BaseModel], data: Any) -> Any:
+    """Accepts what YAML makes of what people write: 1 and 1e-3 (a string in YAML 1.1) where a float is meant, and a
+    section without keys (None)."""
     if not isinstance(data, Mapping):
         return data
     out = dict(data)
     for name, info in model.model_fields.items():
         if name not in out:
             continue
-        annotation = str(info.annotation)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            out[name] = _floats(info.annotation, out[name])
-        elif "float" in annotation and isinstance(out[name], (str, int)) and not isinstance(out[name], bool):
-            with contextlib.suppress(ValueError):  # not a number: the schema says so, with the path
-                out[name] = float(out[name])
+        section, value = _section_in(info.annotation), out[name]
+        if section is not None:
+            out[name] = _plain(section, {} if value is None else value)
+        elif "float" in str(info.annotation) and isinstance(value, (str, int)) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):  # no such number: the schema says so, with the path
+                out[name] = float(value)
     return out
 
 
-def _explain(error: Any, source: str, tree: yaml.Node | None) -> str:
+def _meant(errors: Sequence[Any]) -> Any:
+    """The error to show: an unknown key first, as a misspelt one is also missing. A union has errors for each branch,
+    with the branch in `loc`: those of the branch that fits the input count."""
+    fitting = [e for e in errors if e["loc"][:2] != ("topology", "str") or not isinstance(e["input"], Mapping)]
+    first = next((e for e in fitting if e["type"] == "extra_forbidden"), fitting[0])
+    return {**first, "loc": ("topology", *first["loc"][2:])} if first["loc"][:1] == ("topology",) else first
+
+
+def _explain(error: Any, source: str, tree: yaml.Node | None, overrides: Sequence[str]) -> str:
+    if error["type"] == "value_error":  # a contradiction, which names its key first
+        message = str(error["ctx"]["error"])
+        return f"{_place(message.split()[0].split('.'), source, tree, overrides)}: {message}"
     path = [str(part) for part in error["loc"]]
     dotted = ".".join(path)
-    place = f"{source}:{line}" if (line := _line(tree, path)) else source
-    if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _keys_at(path[:-1]), 1, 0.5)
-        every = difflib.get_close_matches(path[-1], sorted(_all_keys(Config)), 1, 0.6)
-        nearest = near or every
-        hint = f"did you mean {'.'.join([*path[:-1], near[0]]) if near else every[0]}?" if nearest else "remove it"
-        return f"{place}: unknown key {dotted}; {hint}"
     if error["type"] == "missing":
         return f"{source}: {dotted} is missing; add it"
+    place = _place(path, source, tree, overrides)
+    if error["type"] == "extra_forbidden":
+        return f"{place}: unknown key {dotted}; {_hint(path)}"
+    if error["type"] == "invalid_key":
+        return f"{source}: unknown key {error['input']!r}; keys are words, put quotes around a key like on or yes"
+    if error["type"] == "model_type":
+        return f"{place}: {dotted} is {error['input']!r}: expected keys below it, like {dotted}.{_keys_at(path)[0]}"
     return f"{place}: {dotted} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = Config
-    for part in path:
-        info = model.model_fields.get(part) if model else None
-        annotation = info.annotation if info else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return model
+def _place(path: Sequence[str], source: str, tree: yaml.Node | None, overrides: Sequence[str]) -> str:
+    """Where the value at `path` was given: the last `--set` that touches it, or the file's line."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0].split(".")
+        if key == list(path[: len(key)]) or (list(path) == key[: len(path)] and _line(tree, path) is None):
+            return f"--set {override}"
+    line = _line(tree, path)
+    return f"{source}:{line}" if line else source
+
+
+def _hint(path: Sequence[str]) -> str:
+    """What to do about an unknown key: the same name in another section, else the nearest one here or anywhere."""
+    every = sorted(_all_keys(Config))
+    same = [key for key in every if key.split(".")[-1] == path[-1]]
+    near = [".".join([*path[:-1], key]) for key in difflib.get_close_matches(path[-1], _keys_at(path[:-1]), 1, 0.5)]
+    found = same or near or difflib.get_close_matches(path[-1], every, 1, 0.6)
+    return f"did you mean {' or '.join(found)}?" if found else "remove it"
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation is, or has as one branch of a union."""
+    candidates = (annotation, *get_args(annotation))
+    return next((a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)), None)
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:
-    model = _section_at(path)
+    model: type[BaseModel] | None = Config
+    for part in path:
+        info = model.model_fields.get(part) if model else None
+        model = _section_in(info.annotation) if info else None
     return list(model.model_fields) if model else []
 
 
@@ -257,19 +306,22 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for name, info in model.model_fields.items():
         keys.add(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys |= _all_keys(info.annotation, f"{prefix}{name}.")
+        if section := _section_in(info.annotation):
+            keys |= _all_keys(section, f"{prefix}{name}.")
     return keys
 
 
 def _line(node: yaml.Node | None, path: Sequence[str]) -> int | None:
-    """Line of the key at `path` in the file, if it stands there."""
+    """Line of the key or list item at `path` in the file; None if that does not stand there."""
     line = None
     for part in path:
-        if not isinstance(node, yaml.MappingNode):
-            break
-        pair = next((p for p in node.value if p[0].value == part), None)
+        if isinstance(node, yaml.MappingNode):
+            pair = next((p for p in node.value if p[0].value == part), None)
+        elif isinstance(node, yaml.SequenceNode) and part.isdigit() and int(part) < len(node.value):
+            pair = (node.value[int(part)],) * 2
+        else:
+            pair = None
         if pair is None:
-            break
+            return None
         line, node = pair[0].start_mark.line + 1, pair[1]
     return line

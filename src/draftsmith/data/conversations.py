@@ -2,8 +2,9 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
 }
+_ASKING = ("user", "tool")  # roles of a turn that the target answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     text: str | None = None
     reference: str | None = None
+    source: str = field(default="prompts", compare=False)  # file:line, for messages
 
     def to_json(self) -> str:
         body: dict[str, Any] = {"prompt": self.text} if self.text is not None else {"messages": list(self.messages)}
@@ -77,26 +80,43 @@ def read_conversations(files: Iterable[str]) -> Iterator[Conversation | Reject]:
             yield _conversation(name, line, text)
 
 
-def _lines(path: Path, key: str) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that are not blank."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield number, text
-    except (OSError, EOFError) as error:
-        raise InputError(f"{key}: {path} cannot be read: {error.__class__.__name__}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{key}: {path} is not UTF-8 at byte {error.start}; convert it first") from error
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield number, raw
+    except (OSError, EOFError, zlib.error) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise InputError(f"{key}: {path} cannot be read: {cause}; check the path and the file") from error
 
 
-def _conversation(file: str, line: int, text: str) -> Conversation | Reject:
+def _parsed(raw: bytes) -> tuple[Any, str | None]:
+    """A line's JSON, and what is wrong with it or None."""
     try:
-        data = json.loads(text)
+        data = json.loads(raw.decode("utf-8-sig"))
+        json.dumps(data, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        return Reject(file, line, f"not JSON: {error.msg} at column {error.colno}")
+        return None, f"not JSON: {error.msg} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 at byte {error.start} of the line"
+    except UnicodeEncodeError:
+        return None, "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+    except (ValueError, RecursionError) as error:
+        return None, f"not usable JSON: {error}"
+    return data, None
+
+
+def _conversation(file: str, line: int, raw: bytes) -> Conversation | Reject:
+    data, problem = _parsed(raw)
+    if problem:
+        return Reject(file, line, problem)
     if not isinstance(data, dict):
         return Reject(file, line, f"a {type(data).__name__} instead of an object")
+    for key in ("system", "tools", "functions"):
+        if data.get(key):
+            return Reject(file, line, f"its key {key} would be lost: only what stands in messages is rendered")
     if "messages" in data:
         return _chat(file, line, data["messages"])
     if "conversations" in data:
@@ -150,45 +170,51 @@ def read_prompts(files: Iterable[str]) -> list[Prompt]:
     prompts = []
     for name in files:
         path = PROMPTS if name == "demo" else Path(name)
-        for line, text in _lines(path, "prompts"):
-            prompts.append(_prompt(path, line, text))
-        if not prompts:
-            raise InputError(f"prompts: {path} holds no prompt")
+        found = [_prompt(f"{path}:{line}", raw) for line, raw in _lines(path, "prompts")]
+        if not found:
+            raise InputError(f"prompts: {path} holds no prompt; leave it out or fill it")
+        prompts += found
     return prompts
 
 
-def _prompt(path: Path, line: int, text: str) -> Prompt:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{line}: not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(data, dict) or ("messages" in data) == ("prompt" in data):
-        raise InputError(f'{path}:{line}: give either "messages" or "prompt"')
-    reference = data.get("reference")
-    if "prompt" in data:
-        if not isinstance(data["prompt"], str) or not data["prompt"]:
-            raise InputError(f"{path}:{line}: prompt is empty or not a string")
-        return Prompt(text=data["prompt"], reference=reference)
-    problem = message_problem(data["messages"])
-    if problem is None and data["messages"][-1]["role"] not in ("user", "tool"):
-        problem = "messages must end in a user or tool turn; put a reference answer into reference"
+def _prompt(source: str, raw: bytes) -> Prompt:
+    data, problem = _parsed(raw)
+    if problem is None:
+        problem = _prompt_problem(data)
     if problem:
-        raise InputError(f"{path}:{line}: {problem}")
-    return Prompt(messages=tuple(data["messages"]), reference=reference)
+        raise InputError(f"{source}: {problem}")
+    return Prompt(tuple(data.get("messages", ())), data.get("prompt"), data.get("reference"), source)
 
 
-def hold_out(conversations: list[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Splits off the `count` chats with the smallest content hash, with every copy of them. Returns (train, held out).
+def _prompt_problem(data: Any) -> str | None:
+    if not isinstance(data, dict) or ("messages" in data) == ("prompt" in data):
+        return 'give either "messages" or "prompt"'
+    if not isinstance(data.get("reference"), str | None):
+        return "reference is not a string"
+    if "prompt" in data:
+        return None if isinstance(data["prompt"], str) and data["prompt"] else "prompt is empty or not a string"
+    problem = message_problem(data["messages"])
+    if problem is None and data["messages"][-1]["role"] not in _ASKING:
+        problem = "messages must end in a user or tool turn; put a reference answer into reference"
+    return problem
 
-    By content, so that adding, removing or shuffling other conversations hardly changes the choice.
+
+def hold_out(conversations: Iterable[Conversation], share: float, most: int) -> frozenset[str]:
+    """Content hashes of the chats to hold out: the min(`most`, `share`) with the smallest hash that can be asked.
+
+    By content, so that adding, removing or shuffling other conversations hardly changes the choice, and every copy of
+    a held-out chat is held out.
     """
-    hashes = sorted({c.content_hash for c in conversations if c.messages})
-    held = set(hashes[:count])
-    train = [c for c in conversations if not c.messages or c.content_hash not in held]
-    return train, [c for c in conversations if c.messages and c.content_hash in held]
+    chats = [c for c in conversations if c.messages]
+    hashes = sorted({c.content_hash for c in chats if as_prompt(c) is not None})
+    return frozenset(hashes[: min(most, int(len(chats) * share))])
 
 
-def as_prompt(conversation: Conversation) -> Prompt:
-    """A held-out chat up to its last answer, which becomes the reference."""
-    last = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
-    return Prompt(messages=conversation.messages[:last], reference=str(conversation.messages[last]["content"]))
+def as_prompt(conversation: Conversation) -> Prompt | None:
+    """A chat up to its last answer, which becomes the reference; None if nothing is asked there."""
+    messages = conversation.messages
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
+    if last == 0 or messages[last - 1]["role"] not in _ASKING:
+        return None
+    source = f"{conversation.file}:{conversation.line}"
+    return Prompt(messages[:last], reference=str(messages[last]["content"]), source=source)

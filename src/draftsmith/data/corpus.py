@@ -50,29 +50,33 @@ def build_corpus(
     Raises:
         InputError: a file cannot be read, or nothing is left to train on.
     """
-    items = list(read_conversations(files))
-    rejects = [item for item in items if isinstance(item, Reject)]
-    conversations = [item for item in items if isinstance(item, Conversation)]
-    held: list[Conversation] = []
-    if hold_out_prompts:
-        chats = sum(bool(c.messages) for c in conversations)
-        conversations, held = hold_out(conversations, min(MAX_HELD_OUT, int(chats * HELD_OUT_SHARE)))
-    documents, truncated = [], 0
-    for conversation in conversations:
-        outcome = _document(conversation, renderer, mask_token, row_tokens)
-        if isinstance(outcome, Reject):
+    read, rejects = 0, []
+    usable: list[tuple[Conversation, Document]] = []
+    for item in read_conversations(files):
+        read += 1
+        outcome = item if isinstance(item, Reject) else _document(item, renderer, mask_token, row_tokens)
+        if isinstance(item, Conversation) and isinstance(outcome, Document):
+            usable.append((item, outcome))
+        elif isinstance(outcome, Reject):
             rejects.append(outcome)
+    held = hold_out((c for c, _ in usable), HELD_OUT_SHARE, MAX_HELD_OUT) if hold_out_prompts else frozenset()
+    prompts: dict[str, Prompt | None] = {}
+    documents, truncated = [], 0
+    for conversation, document in usable:
+        if conversation.content_hash in held:
+            prompts[conversation.content_hash] = as_prompt(conversation)
         else:
-            truncated += len(outcome.tokens_T) > row_tokens
-            documents.append(Document(outcome.tokens_T[:row_tokens], outcome.supervised_T[:row_tokens]))
+            truncated += len(document.tokens_T) > row_tokens
+            documents.append(Document(document.tokens_T[:row_tokens], document.supervised_T[:row_tokens]))
+    held_lines = len(usable) - len(documents)
     if not documents:
-        reasons = {reject.reason for reject in rejects}
+        first = f"{rejects[0].file}:{rejects[0].line}: {rejects[0].reason}" if rejects else "none was rejected"
         raise InputError(
-            f"data.train: {', '.join(files)} leaves nothing to train on: {len(items)} lines read, {len(rejects)} "
-            f"rejected, {len(held)} held out; first reason: {next(iter(sorted(reasons)), 'the files are empty')}"
+            f"data.train: {', '.join(files)} leaves nothing to train on: {read} lines read, {len(rejects)} rejected, "
+            f"{held_lines} held out; first reason: {first}"
         )
-    prompts = {c.content_hash: as_prompt(c) for c in held}
-    return Corpus(tuple(documents), tuple(prompts.values()), tuple(rejects), len(items), len(held), truncated)
+    held_out = tuple(prompt for prompt in prompts.values() if prompt is not None)
+    return Corpus(tuple(documents), held_out, tuple(rejects), read, held_lines, truncated)
 
 
 def _document(conversation: Conversation, renderer: Renderer, mask_token: int, row_tokens: int) -> Document | Reject:

@@ -88,6 +88,8 @@ class RowSource:
         left: list[tuple[int, int]] = []  # tokens and anchors that still fit
         for document in window:
             tokens, anchors = len(self.documents[document].tokens_T), self._anchors[document]
+            assert tokens <= self.settings.row_tokens, "documents are cut at the row length"
+            assert anchors <= self.settings.row_anchors, "the anchor budget holds the longest document's"
             fits = [r for r, (t, a) in enumerate(left) if t >= tokens and a >= anchors]
             if fits:
                 best = min(fits, key=lambda r: left[r])
