@@ -41,8 +41,7 @@ def training_logits(drafter: Drafter, row: Row, features_TF: Tensor) -> Tensor:
     """[N, B, V]"""
     blocks = make_blocks(row, block_size=4, mask_token=63, gamma=4.0)
     rotary = RotaryTable(drafter.config, 128, torch.device("cpu"))
-    with torch.no_grad():
-        hidden_QH = drafter(features_TF, row.positions_T, blocks, embedding(), rotary)
+    hidden_QH = drafter(features_TF, row.positions_T, blocks, embedding(), rotary).detach()
     return drafter.config.head_scaling.logits(hidden_QH @ embedding().T).unflatten(0, (-1, 4))
 
 

@@ -1,7 +1,7 @@
 """The shape of a drafter, and its `config.json` as the reference package, vLLM and SGLang read it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}: a drafter needs at least 1")
         if self.block_size < 2:
             raise InputError(f"drafter.block_size is {self.block_size}: a block needs the anchor and one slot, so >= 2")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -121,7 +124,10 @@ class DrafterConfig:
         Raises:
             InputError: a needed key is missing, or the file asks for something that loaders read differently.
         """
-        nested = data.get("dflash_config") or {}
+        nested = data.get("dflash_config") if isinstance(data, Mapping) else None
+        if not isinstance(data, Mapping) or not isinstance(nested or {}, Mapping):
+            raise InputError(f"{source}: expected an object with an object dflash_config; this is no drafter's config")
+        nested = nested or {}
         if data.get("architectures") != ["DFlashDraftModel"]:
             raise InputError(f"{source}: architectures is {data.get('architectures')}, expected ['DFlashDraftModel']")
         if data.get("is_causal") is not None:
@@ -133,32 +139,42 @@ class DrafterConfig:
                 raise InputError(f"{source}: {key} is missing; a drafter checkpoint must say it")
             return value
 
+        try:
+            return cls._parsed(data, nested, need)
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{source}: a value has the wrong type: {error}") from None
+
+    @classmethod
+    def _parsed(cls, data: Mapping[str, Any], nested: Mapping[str, Any], need: Callable[[str], Any]) -> "DrafterConfig":
         rope = data.get("rope_parameters") or {
             "rope_type": "default",
             **(data.get("rope_scaling") or {}),
-            "rope_theta": need("rope_theta"),
+            "rope_theta": float(need("rope_theta")),
         }
-        layers = int(need("num_hidden_layers"))
+        heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
+        softcap, window = nested.get("final_logit_softcapping"), data.get("sliding_window")
         return cls(
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_attention_heads=need("num_attention_heads"),
-            num_key_value_heads=need("num_key_value_heads"),
-            head_dim=data.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
-            vocab_size=need("vocab_size"),
-            rms_norm_eps=need("rms_norm_eps"),
-            rope_parameters=rope,
-            max_position_embeddings=need("max_position_embeddings"),
+            hidden_size=hidden,
+            intermediate_size=int(need("intermediate_size")),
+            num_attention_heads=heads,
+            num_key_value_heads=int(need("num_key_value_heads")),
+            head_dim=int(data.get("head_dim") or hidden // heads),
+            vocab_size=int(need("vocab_size")),
+            rms_norm_eps=float(need("rms_norm_eps")),
+            rope_parameters=dict(rope),
+            max_position_embeddings=int(need("max_position_embeddings")),
             attention_bias=bool(data.get("attention_bias", False)),
-            layer_types=tuple(data.get("layer_types") or [FULL] * layers),
-            sliding_window=data.get("sliding_window"),
+            layer_types=tuple(data.get("layer_types") or [FULL] * int(need("num_hidden_layers"))),
+            sliding_window=None if window is None else int(window),
             block_size=int(need("block_size")),
-            target_layer_ids=tuple(need("target_layer_ids")),
-            num_target_layers=need("num_target_layers"),
-            mask_token_id=need("mask_token_id"),
+            target_layer_ids=tuple(int(tap) for tap in need("target_layer_ids")),
+            num_target_layers=int(need("num_target_layers")),
+            mask_token_id=int(need("mask_token_id")),
             input_embedding_scale=float(nested.get("input_embedding_scale", 1.0)),
             output_multiplier=float(nested.get("output_multiplier", 1.0)),
-            final_logit_softcapping=nested.get("final_logit_softcapping"),
+            final_logit_softcapping=None if softcap is None else float(softcap),
         )
 
     @classmethod
@@ -168,7 +184,9 @@ class DrafterConfig:
         if not path.is_file():
             raise InputError(f"{path} does not exist: {folder} is not a drafter folder")
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read: {error}") from None
         return cls.from_json(data, path)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.errors import InputError
+from draftsmith.errors import ConfigError, InputError
 
 
 class _LastTapReached(Exception):
@@ -98,7 +98,7 @@ def default_taps(layers: int, wanted: int = 5) -> tuple[int, ...]:
 def check_taps(taps: Sequence[int], layers: int) -> tuple[int, ...]:
     """An explicit list must be ascending, unique and below the last layer, whose output servers read elsewhere."""
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers - 2:
-        raise InputError(
+        raise ConfigError(
             f"drafter.taps is {list(taps)}: give ascending, unique layer ids within 0..{layers - 2} "
             f"(the target has {layers} layers; the last one cannot be tapped)"
         )

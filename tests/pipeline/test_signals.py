@@ -1,0 +1,106 @@
+"""The command as a process: killed, interrupted, resumed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.config import Config, dump_config
+
+DRAFTSMITH = [sys.executable, "-c", "import sys; from draftsmith.cli import main; sys.exit(main())"]
+
+
+def start(config: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*DRAFTSMITH, "train", str(config), *more], stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= steps:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"no {steps} steps in time: {process.communicate()[1]}")
+
+
+@pytest.fixture
+def write(demo_config: Callable[..., Config], tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    def make(name: str, **changes: object) -> tuple[Path, Path]:
+        config = demo_config(run__dir=str(tmp_path / name), **changes)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(dump_config(config, []))
+        return path, tmp_path / name
+
+    return make
+
+
+def test_killed_and_resumed_equals_never_killed(write: Callable[..., tuple[Path, Path]]) -> None:
+    """40 steps, SIGKILL after step 20: bit-identical weights; the record goes on where the checkpoint stood."""
+    settings = {"train__steps": 40, "checkpoint__every": 7, "eval__every": 10, "eval__limit": 2}
+    config, whole = write("whole", **settings)
+    assert start(config).wait() == 0
+    config, cut = write("cut", **settings)
+    process = start(config)
+    wait_for_steps(cut, 22, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = (cut / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    resumed = start(config, "--resume")
+    assert resumed.wait() == 0
+    after = (cut / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert after[:21] == before[:21], "lines up to the checkpoint at step 21 are kept byte for byte"
+    assert [json.loads(line)["step"] for line in after] == list(range(1, 41))
+    for folder in ("checkpoints/step-40", "draft", "best"):
+        name = "drafter.safetensors" if folder.startswith("checkpoints") else "model.safetensors"
+        ours, expected = load_file(cut / folder / name), load_file(whole / folder / name)
+        assert all(torch.equal(ours[key], expected[key]) for key in expected), folder
+    assert all(
+        json.loads(a)["loss"] == json.loads(b)["loss"]
+        for a, b in zip(after, (whole / "metrics.jsonl").read_bytes().splitlines(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_exits(write: Callable[..., tuple[Path, Path]], number: int, code: int) -> None:
+    config, folder = write("run", train__steps=100000)
+    process = start(config)
+    wait_for_steps(folder, 2, process)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    (saved,) = (folder / "checkpoints").iterdir()
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert saved.name == f"step-{last}"
+    assert (folder / "draft" / "model.safetensors").is_file()
+
+
+def test_a_failing_worker_ends_the_process(write: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    """Cause first, within six seconds, exit code 1, last checkpoint whole."""
+    config, folder = write("run", train__steps=1000, checkpoint__every=2)
+    plant = (
+        "import sys\n"
+        "from draftsmith.cli import main\n"
+        "from draftsmith.pipeline.workers import DrafterWorker\n"
+        "forward = DrafterWorker.forward\n"
+        "def failing(self, features):\n"
+        "    if features.row.index == 13: raise MemoryError('planted')\n"
+        "    return forward(self, features)\n"
+        "DrafterWorker.forward = failing\n"
+        f"sys.exit(main(['train', {str(config)!r}]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", plant], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(folder, 3, process)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 6
+    assert process.returncode == 1
+    assert "drafter cpu:1 failed: MemoryError: planted" in out
+    assert err.startswith("draftsmith: MemoryError: planted")
+    assert (folder / "checkpoints" / "step-2" / "manifest.json").is_file()
