@@ -10,8 +10,9 @@ from torch import Tensor
 from conftest import random_documents, row_source, tiny_drafter
 from draftsmith.decode.speculate import DraftState
 from draftsmith.drafter.anchors import make_blocks
-from draftsmith.drafter.attention import blockwise, layout
+from draftsmith.drafter.attention import blockwise, kernels, layout
 from draftsmith.drafter.config import FULL, SLIDING
+from draftsmith.drafter.loss import HeadScaling, block_loss
 from draftsmith.drafter.model import Drafter, RotaryTable
 from draftsmith.nouns import Row
 
@@ -129,3 +130,24 @@ def test_full_layers_see_all_the_context_they_may() -> None:
     ):
         seen = bool(moved(drafter, row, with_feature(position))[-1])
         assert seen == (start <= position < anchor)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused kernel", "public SDPA"])
+def test_lower_precision_computes_the_same_roughly(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 autocast over fp32 masters, as on CUDA: every dtype meets its like, forward and backward."""
+    monkeypatch.setattr(kernels, "_FUSED_CPU", fused)
+    row = packed_row()
+    blocks = make_blocks(row, block_size=4, mask_token=63, gamma=4.0)
+    outcomes = []
+    for lower in (False, True):
+        drafter = tiny_drafter(layer_types=(FULL, SLIDING), sliding_window=6)
+        rotary = RotaryTable(drafter.config, 128, torch.device("cpu"))
+        table = embedding().bfloat16() if lower else embedding()
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            hidden_QH = drafter(features_of(row), row.positions_T, blocks, table, rotary)
+        block_loss(hidden_QH, blocks, table, HeadScaling()).loss.backward()  # type: ignore[no-untyped-call]
+        gradient = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+        assert gradient.dtype == torch.float32
+        outcomes.append(gradient)
+    exact, rough = outcomes
+    assert torch.nn.functional.cosine_similarity(exact, rough, dim=0) > 0.98

@@ -2,18 +2,20 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import InputError
+from draftsmith.errors import ConfigError, InputError
 
 PROVENANCE = "draftsmith.json"
 
@@ -59,6 +61,29 @@ def load_drafter(folder: Path, device: torch.device) -> Drafter:
     dtype = torch.float32 if device.type == "cpu" else next(iter(tensors.values())).dtype
     drafter.load_state_dict(tensors)
     return drafter.to(device, dtype).eval().requires_grad_(False)
+
+
+def find_drafter(name: str, *, weights: bool = True) -> Path:
+    """A drafter folder, or that of a hub id (`owner/name`), downloaded if need be; without weights, its config only.
+
+    Raises:
+        ConfigError: neither a folder nor a hub id.
+        InputError: the hub does not give it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise ConfigError(
+            f"drafter.init is {name!r}: give target, random, or an existing drafter folder or hub id (owner/name)"
+        )
+    try:
+        wanted = ["config.json", "model.safetensors"] if weights else ["config.json"]
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
+        raise InputError(
+            f"drafter.init {name} is no folder here, and the hub does not give it ({type(error).__name__}); check the "
+            "name and the connection, or download it and give its folder"
+        ) from error
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -87,7 +87,11 @@ def block_loss(hidden_QH: Tensor, blocks: Blocks, head_VH: Tensor, scaling: Head
         scaling: multiplier and soft-cap of the logits, as the checkpoint declares them.
     """
     loss, correct_L = _FrozenHeadCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_QH.index_select(0, blocks.learned_L), blocks.labels_L, blocks.weights_L, head_VH, scaling
+        hidden_QH.index_select(0, blocks.learned_L).to(head_VH.dtype),
+        blocks.labels_L,
+        blocks.weights_L,
+        head_VH,
+        scaling,
     )
     size = blocks.tokens_NB.shape[1]
     slot_L = blocks.learned_L % size

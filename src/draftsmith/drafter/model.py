@@ -48,19 +48,19 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        normed = (x * scale).to(x.dtype)
+        normed = x * scale  # fp32, also under autocast
         ctx.save_for_backward(normed, scale, weight)
-        out: Tensor = normed * weight
+        out: Tensor = (normed * weight).to(x.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
-        size = weight.shape[0]
-        weighted = (grads[0] * normed).reshape(-1, size)
-        along = (weighted @ weight.to(weighted.dtype)).view(scale.shape).div_(-size)
-        dx = torch.addcmul(grads[0] * weight, normed, along).mul_(scale)
-        return dx.to(normed.dtype), weighted.sum(0), None
+        size, grad = weight.shape[0], grads[0].to(normed.dtype)
+        weighted = (grad * normed).reshape(-1, size)
+        along = (weighted @ weight).view(scale.shape).div_(-size)
+        dx = torch.addcmul(grad * weight, normed, along).mul_(scale)
+        return dx.to(grads[0].dtype), weighted.sum(0), None
 
 
 class Attention(nn.Module):
@@ -174,7 +174,7 @@ class Drafter(nn.Module):
         context_TH = self.context(features_TF)
         rotation_T = rotary.at(positions_T)
         context = [layer.context(context_TH, rotation_T) for layer in self.stack]
-        plans = self._plans(blocks, context_TH)
+        plans = self._plans(blocks, context[0][1])
 
         def attend(layer: int, q_AQD: Tensor, keys_GQD: Tensor, values_GQD: Tensor) -> Tensor:
             context_keys_GTD, context_values_GTD = context[layer]

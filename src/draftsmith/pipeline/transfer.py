@@ -1,5 +1,7 @@
 """Moving features and blocks to a drafter's device: the one place that knows streams and pinned memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,9 +15,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; the same object if it is there already.
 
     From one GPU to another the copy is peer to peer; the producer has synchronised its stream before handing over
-    (`settle`), so the copy cannot overtake the computation. From the host it goes through pinned memory, which alone
-    makes the copy asynchronous.
+    (`settle`), so nothing overtakes the computation. The producer's allocator is told which stream still reads the
+    tensor, so its memory is not given out again too early. From the host the copy goes through pinned memory, which
+    alone makes it asynchronous.
     """
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
     if tensor.device == device or device.type == "cpu":
         return tensor.to(device)
     if tensor.device.type == "cpu":
@@ -31,6 +36,17 @@ def blocks_to(blocks: Blocks, device: torch.device) -> Blocks:
         if isinstance(value := getattr(blocks, field.name), Tensor)
     }
     return replace(blocks, **moved)
+
+
+@contextmanager
+def worker_stream(device: torch.device) -> Iterator[None]:
+    """Runs a worker on its device, on a stream of its own: two workers on one GPU overlap."""
+    if device.type != "cuda":
+        yield
+        return
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def settle(device: torch.device) -> None:

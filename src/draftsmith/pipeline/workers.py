@@ -17,7 +17,7 @@ from draftsmith.nouns import Blocks, Features, Row, StepRecord
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.gradsync import FlatGradients, GradientSync, clip_coefficient
 from draftsmith.pipeline.optim import Optimizers, learning_rate_factor
-from draftsmith.pipeline.transfer import blocks_to, settle, to_device
+from draftsmith.pipeline.transfer import blocks_to, settle, to_device, worker_stream
 from draftsmith.target.load import Target
 
 
@@ -69,6 +69,10 @@ class TargetWorker:
         self.clock = BusyClock()
 
     def run(self) -> None:
+        with worker_stream(self.target.device):
+            self._run()
+
+    def _run(self) -> None:
         while batch := self.feed.claim():
             with self.clock.busy():
                 documents = [row.tokens_T[span.start : span.stop] for row in batch for span in row.spans]

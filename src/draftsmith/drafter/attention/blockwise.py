@@ -127,9 +127,10 @@ def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: 
 
     Args:
         plan: the row's anchors and this layer's window, cut into chunks for A / G query heads per key head.
-        q: queries of the slots, [A, Q, D], rotated.
+        q: queries of the slots, [A, Q, D], rotated. Queries and keys are computed in the values' dtype.
         kc, vc: keys (rotated) and values of the context features, [G, T, D]; G divides A.
         kb, vb: keys (rotated) and values of the slots, [G, Q, D].
     """
-    out: Tensor = _Blockwise.apply(plan, q.contiguous(), kc, vc, kb, vb)  # type: ignore[no-untyped-call]
+    q, kc, kb = (tensor.to(vc.dtype) for tensor in (q.contiguous(), kc, kb))
+    out: Tensor = _Blockwise.apply(plan, q, kc, vc, kb, vb)  # type: ignore[no-untyped-call]
     return out

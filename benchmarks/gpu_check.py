@@ -1,0 +1,169 @@
+"""The whole path on one GPU, in under five minutes: each line says what was compared and what came out.
+
+1. a drafter's logits, loss and gradient on the GPU against the CPU, fp32;
+2. blockwise attention in bf16 against fp32;
+3. twenty pipeline steps, target and drafter on one GPU with two streams, against the same steps on the CPU;
+4. throughput of target and pipeline, and peak memory;
+5. greedy decoding: identical to plain decoding (fp32), or differing only at ties (bf16).
+
+    python benchmarks/gpu_check.py [--json F]       exit code 1 if a comparison fails
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith import embedded
+from draftsmith.config import Config, load_config
+from draftsmith.data.packing import RowSource
+from draftsmith.decode.evaluate import evaluate
+from draftsmith.drafter.anchors import make_blocks
+from draftsmith.drafter.loss import block_loss
+from draftsmith.drafter.model import Drafter, RotaryTable
+from draftsmith.nouns import Row
+from draftsmith.pipeline.prepare import Job, prepare
+from draftsmith.pipeline.trainer import Run, execute
+from draftsmith.pipeline.transfer import blocks_to
+
+STEPS = 20
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+class Report:
+    """Collects comparisons and prints them as they come."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def compare(self, name: str, value: float, limit: float) -> None:
+        self.results[name] = value
+        if not value <= limit:
+            self.failed.append(name)
+        print(f"{'ok  ' if value <= limit else 'FAIL'} {name}: {value:.3g} (limit {limit:g})")
+
+    def note(self, name: str, value: float, unit: str) -> None:
+        self.results[name] = value
+        print(f"     {name}: {value:,.1f} {unit}")
+
+
+def config_for(device: str, folder: str) -> Config:
+    overrides = [f"run.dir={folder}", f"device={device}", "topology=1+1", f"train.steps={STEPS}", "eval.every=0"]
+    return load_config(embedded.CONFIG, [*overrides, "checkpoint.every=0"])
+
+
+def gradient_of(job: Job, row: Row, hidden_TF: Tensor, device: torch.device, lower: bool) -> tuple[Tensor, float]:
+    """Flat gradient and loss of one row on a device, on the CPU afterwards."""
+    drafter = Drafter(job.drafter.config)
+    drafter.load_state_dict(job.drafter.state_dict())
+    drafter.to(device)
+    size, mask = drafter.config.block_size, drafter.config.mask_token_id
+    blocks = blocks_to(make_blocks(row, block_size=size, mask_token=mask, gamma=job.gamma), device)
+    rotary = RotaryTable(drafter.config, 4096, device)
+    embedding, head = (w.detach().to(device, torch.float32) for w in (job.target.embedding_VH, job.target.head_VH))
+    with torch.autocast(device.type, torch.bfloat16, enabled=lower):
+        hidden = drafter(hidden_TF.to(device), row.positions_T.to(device), blocks, embedding, rotary)
+    loss = block_loss(hidden, blocks, head, drafter.config.head_scaling)
+    loss.loss.backward()
+    flat = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+    return flat.float().cpu(), float(loss.loss / loss.weight)
+
+
+def check_drafter(report: Report, job: Job, source: RowSource) -> None:
+    row = source.row(0)
+    hidden_TF = torch.cat(job.target.features([row.tokens_T[s.start : s.stop] for s in row.spans])).float().cpu()
+    exact, loss = gradient_of(job, row, hidden_TF, CPU, lower=False)
+    on_gpu, gpu_loss = gradient_of(job, row, hidden_TF, GPU, lower=False)
+    rough, _ = gradient_of(job, row, hidden_TF, GPU, lower=True)
+    report.compare("loss, GPU against CPU, fp32 (relative)", abs(gpu_loss - loss) / loss, 1e-4)
+    report.compare("gradient, GPU against CPU, fp32 (relative)", float((on_gpu - exact).norm() / exact.norm()), 1e-3)
+    report.compare("gradient, bf16 against fp32 (relative)", float((rough - exact).norm() / exact.norm()), 0.1)
+
+
+class _Losses:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def step(self, record: Any, tau: float | None) -> None:
+        self.losses.append(record.loss)
+        self.rates.append(record.tokens_per_s)
+
+    def log(self, line: str) -> None:
+        pass
+
+
+def train_on(device: str, folder: str) -> tuple[_Losses, Job, Run]:
+    config = config_for(device, folder)
+    job, losses, runs = prepare(config), _Losses(), []
+
+    def listener(run: Run) -> _Losses:
+        runs.append(run)
+        return losses
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    execute(job, Path(folder), None, threading.Event(), listener)
+    return losses, job, runs[0]
+
+
+def check_pipeline(report: Report, folder: str) -> tuple[Job, Run]:
+    torch.cuda.reset_peak_memory_stats(GPU)
+    gpu, job, run = train_on("cuda", f"{folder}/gpu")
+    peak_mib = torch.cuda.max_memory_allocated(GPU) / 2**20
+    cpu, _, _ = train_on("cpu", f"{folder}/cpu")
+    worst = max(abs(a - b) / b for a, b in zip(gpu.losses, cpu.losses, strict=True))
+    report.compare(f"losses of {STEPS} steps, GPU (bf16) against CPU (fp32) (relative)", worst, 0.05)
+    report.note("pipeline on one GPU, last ten steps", sum(gpu.rates[-10:]) / 10, "tokens/s")
+    report.note("peak GPU memory", peak_mib, "MiB")
+    return job, run
+
+
+def check_target_speed(report: Report, job: Job) -> None:
+    rows = [job.source.row(index) for index in range(40)]
+    documents = [row.tokens_T[s.start : s.stop] for row in rows for s in row.spans]
+    job.target.features(documents[:8])
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    job.target.features(documents)
+    torch.cuda.synchronize()
+    report.note("target alone", sum(map(len, documents)) / (time.perf_counter() - began), "tokens/s")
+
+
+def check_decoding(report: Report, job: Job, run: Run) -> None:
+    drafter = run.drafters[0].drafter.eval()
+    result = evaluate(job.target, drafter, job.prompts[:10], 96)
+    report.compare("prompts that differ from plain decoding other than at ties", float(not result.lossless), 0)
+    report.note("τ after a few steps", result.tau, "tokens per round")
+    report.note("speed-up over plain decoding", result.speedup, "x")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_check: this PyTorch sees no CUDA device; nothing was checked", file=sys.stderr)
+        return 2
+    print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    report = Report()
+    with tempfile.TemporaryDirectory() as folder:
+        job = prepare(config_for("cuda", f"{folder}/first"))
+        check_drafter(report, job, job.source)
+        job, run = check_pipeline(report, folder)
+        check_target_speed(report, job)
+        check_decoding(report, job, run)
+    if options.json:
+        options.json.write_text(json.dumps(report.results, indent=2) + "\n")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
