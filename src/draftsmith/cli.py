@@ -61,10 +61,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", type=Path, metavar="CONFIG")
     train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key of the config")
     train.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in run.dir")
+    train.add_argument("--plan", action="store_true", help="show decisions and memory, train nothing")
+    train.add_argument("--machine", type=Path, metavar="FILE", help="plan for the machine this file describes")
     train.set_defaults(command=_train)
+
+    start = commands.add_parser("init", help="write a commented config that trains")
+    start.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
+    start.add_argument("--data", required=True, nargs="+", metavar="F", help="JSONL files of conversations")
+    start.add_argument("--out", type=Path, default=Path("draftsmith.yaml"), help="default draftsmith.yaml")
+    start.set_defaults(command=_init)
 
     evaluate = commands.add_parser("eval", help="measure a drafter side by side with plain decoding")
     evaluate.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
+    evaluate.add_argument("--adapter", help="LoRA adapter to merge into the target")
     evaluate.add_argument("--draft", required=True, type=Path, help="drafter folder")
     evaluate.add_argument("--prompts", required=True, nargs="+", metavar="F", help="prompt files")
     evaluate.add_argument("--max-new-tokens", type=int, default=256)
@@ -96,12 +105,41 @@ def _train(options: argparse.Namespace) -> int:
     from draftsmith.report.session import print_launch_lines, train_and_show
     from draftsmith.target.load import TargetSpec
 
+    if options.plan:
+        return _plan(options)
+    if options.machine is not None:
+        raise ConfigError("--machine describes the machine of a plan; add --plan")
     config = load_config(options.config, options.set)
     with _stoppable() as (stop, code):
         result = train_and_show(config, resume=options.resume, stop=stop)
         if result.finished:
-            print_launch_lines(TargetSpec(config.target.model).path, result.folder / "draft")
+            target = TargetSpec(config.target.model).path
+            print_launch_lines(target, result.folder / "draft", config.target.adapter)
         return code()
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from draftsmith.config import load_config, load_machine
+    from draftsmith.pipeline.machine import described_machine, this_machine
+    from draftsmith.pipeline.plan import make_plan
+    from draftsmith.report.plan import print_plan
+
+    if options.resume:
+        raise ConfigError("--plan plans a run from its start; leave out --resume")
+    config = load_config(options.config, options.set)
+    machine = described_machine(load_machine(options.machine)) if options.machine else this_machine()
+    plan = make_plan(config, machine)
+    print_plan(plan)
+    if plan.refusal:
+        raise InputError(plan.refusal)
+    return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    from draftsmith.starter import write_config
+
+    print(write_config(options.target, options.data, options.out))
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -111,7 +149,9 @@ def _eval(options: argparse.Namespace) -> int:
         raise ConfigError("--max-new-tokens must be at least 2: the first token is the prefill's")
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
-    evaluate_and_show(options.target, options.draft, options.prompts, options.max_new_tokens, options.json)
+    evaluate_and_show(
+        options.target, options.draft, options.prompts, options.max_new_tokens, options.json, options.adapter
+    )
     return 0
 
 

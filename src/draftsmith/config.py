@@ -36,6 +36,7 @@ class Devices(Section):
 class TargetSection(Section):
     model: str = Field(description="folder or hub id of a Hugging Face causal LM; `demo` is the embedded one")
     revision: str | None = Field(None, description="hub revision (commit, tag or branch)")
+    adapter: str | None = Field(None, description="folder or hub id of a LoRA adapter, merged at load")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
 
@@ -52,7 +53,7 @@ class DataSection(Section):
 
 
 class DrafterSection(Section):
-    init: str = Field("target", description="`target`, `random`, or a drafter folder to start from")
+    init: str = Field("target", description="`target`, `random`, or a drafter (folder or hub id) to start from")
     layers: PositiveInt = Field(2, description="draft layers")
     block_size: Annotated[int, Field(ge=2)] = Field(16, description="B: the anchor and B-1 drafted tokens")
     taps: list[int] | None = Field(None, description="target layers whose outputs are the features; default: by rule")
@@ -136,12 +137,52 @@ class Config(Section):
             raise ConfigError("drafter.layer_types has a sliding layer: set drafter.sliding_window")
 
 
+class MachineDevices(Section):
+    count: PositiveInt = Field(description="how many there are")
+    memory_gib: Annotated[float, Field(gt=0)] = Field(description="memory of each")
+    name: str = Field("GPU", description="what they are called")
+
+
+class MachineFile(Section):
+    """A machine that `train --plan --machine FILE` plans for."""
+
+    host_memory_gib: Annotated[float, Field(gt=0)] = Field(description="memory of the host")
+    cores: PositiveInt = Field(description="CPU cores")
+    devices: MachineDevices | None = Field(None, description="CUDA devices, all alike; none: a CPU machine")
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies `--set a.b=c` overrides.
 
     Raises:
         ConfigError: one line with the file, the line, the dotted path and the remedy.
     """
+    data, tree = _read_yaml(path)
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(data, str(path), tree, overrides)
+
+
+def load_machine(path: Path) -> MachineFile:
+    """Reads the description of a machine.
+
+    Raises:
+        ConfigError: one line with the file, the dotted path and what is expected.
+    """
+    data, _ = _read_yaml(path)
+    try:
+        return MachineFile.model_validate(_plain(MachineFile, data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        dotted = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{path}: {dotted}: {first['msg'].lower()}; a machine has {', '.join(MachineFile.model_fields)}, its "
+            f"devices have {', '.join(MachineDevices.model_fields)}"
+        ) from None
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """A file's keys, and its syntax tree for line numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -159,9 +200,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         found = "nothing" if data is None else type(data).__name__
         raise ConfigError(f"{path}: expected keys like `run:` and `target:`, found {found}")
     _refuse_duplicates(tree, str(path))
-    for override in overrides:
-        _apply(data, override)
-    return parse_config(data, str(path), tree, overrides)
+    return data, tree
 
 
 def parse_config(

@@ -1,6 +1,7 @@
 """A choice made for the user is a value with its reason: printed, saved with the run, and never made twice."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +14,14 @@ class Decision:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.value} ({self.reason})"
+
+
+class Ledger:
+    """Keeps decisions in the order they were made. Calling it with one notes it and gives its value."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def __call__(self, decision: Decision) -> Any:
+        self.decisions.append(decision)
+        return decision.value

@@ -1,11 +1,10 @@
 """What a run leaves behind: metrics, evaluations, checkpoints, the served drafter."""
 
 import json
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
@@ -16,6 +15,7 @@ from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
 from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job
 from draftsmith.report.card import model_card
+from draftsmith.target.load import stored_dtype
 
 
 class Listener(Protocol):
@@ -93,7 +93,9 @@ class Journal:
         config = self.job.config.eval
         if not config.every or step % config.every or not self.job.prompts:
             return None
-        tau = decoded_tau(self.job.target, self.drafter, self.job.prompts, config.max_new_tokens)
+        target = self.job.target
+        drafter = self.drafter if self.drafter.fc.weight.device == target.device else deepcopy(self.drafter)
+        tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens)
         if self.best_tau is None or tau >= self.best_tau:
             self.best_tau, self.best_step = tau, step
             self._save_draft("best", tau)
@@ -105,6 +107,7 @@ class Journal:
             "draftsmith": __version__,
             "target": job.config.target.model,
             "target_revision": job.config.target.revision,
+            "target_adapter": job.config.target.adapter,
             "target_fingerprint": job.target.fingerprint,
             "step": self.last_step,
             "tau": tau,
@@ -112,14 +115,8 @@ class Journal:
         }
         card = model_card(job.config.target.model, self.drafter.config, self.last_step, tau)
         save_drafter(
-            self.folder / name, self.drafter, dtype=served_dtype(job.target.config), provenance=provenance, card=card
+            self.folder / name, self.drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
         )
-
-
-def served_dtype(target_config: Any) -> torch.dtype:
-    """Drafters are stored in the dtype their target is stored in, as servers run both."""
-    dtype = getattr(target_config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def cut_metrics(path: Path, step: int) -> None:

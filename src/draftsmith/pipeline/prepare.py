@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from draftsmith.config import Config, Devices
-from draftsmith.data.conversations import read_prompts
+from draftsmith.data.conversations import Prompt, read_prompts
 from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
 from draftsmith.data.template import Renderer, choose_mask_token
-from draftsmith.decisions import Decision
+from draftsmith.decisions import Decision, Ledger
 from draftsmith.drafter.anchors import anchor_count
-from draftsmith.drafter.checkpoint import read_tensors
-from draftsmith.drafter.config import FULL, DrafterConfig
+from draftsmith.drafter.checkpoint import find_drafter, read_tensors
+from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import init_from_checkpoint, init_from_target, random_init
 from draftsmith.drafter.loss import default_gamma
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.pipeline.machine import Machine, this_machine
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.target.capture import check_taps, decoder_layers, default_taps
 from draftsmith.target.load import Target, TargetSpec, load_target
@@ -57,60 +58,36 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     Raises:
         InputError, ConfigError: one line with the remedy.
     """
-    decisions: list[Decision] = []
-
-    def decide(decision: Decision) -> Any:
-        decisions.append(decision)
-        return decision.value
-
-    device = decide(choose_device(config.device))
-    wanted: str | Mapping[str, list[str]] = (
-        config.topology.model_dump() if isinstance(config.topology, Devices) else config.topology
-    )
-    if resolved is not None and wanted == "auto":
-        wanted = resolved.topology
-    topology: Topology = decide(choose_topology(wanted, device, torch.cuda.device_count()))
-    known_threads = config.pipeline.threads or (resolved.threads if resolved is not None else None)
-    threads: int = decide(choose_threads(known_threads, topology))
-    torch.set_num_threads(threads)
-
-    spec = TargetSpec(config.target.model, config.target.revision, config.target.trust_remote_code)
-    target_config = spec.config()
-    layers = target_config.num_hidden_layers
-    taps = decide(choose_taps(config.drafter.taps, layers))
-    target = load_target(spec, taps, device_of(topology.target[0]))
+    decide = Ledger()
+    known = outline(config, this_machine(), decide, resolved)
+    torch.set_num_threads(known.threads)
+    target = load_target(known.spec, known.taps, device_of(known.topology.target[0]))
+    if known.spec.adapter:
+        decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
     renderer = Renderer(target.tokenizer)
     decide(renderer.decision)
     mask_token = decide(choose_mask_token(target.tokenizer, target.embedding_VH.shape[0], config.drafter.mask_token))
-    shape = choose_shape(config, target_config, taps, mask_token, target.embedding_VH.shape[0])
+    shape = choose_shape(config, known.target_config, known.taps, mask_token, target.embedding_VH.shape[0])
     drafter = Drafter(shape)
     decide(start_drafter(drafter, config, target))
-    gamma = config.train.gamma or default_gamma(shape.block_size)
-    decide(Decision("gamma", round(gamma, 3), "set in the config" if config.train.gamma else "the paper's, by B"))
+    gamma: float = decide(choose_gamma(config))
 
-    corpus = build_corpus(
-        config.data.train,
-        renderer,
-        mask_token=mask_token,
-        row_tokens=config.data.row_tokens,
-        hold_out_prompts=resolved.held_out if resolved is not None else config.eval.prompts is None,
-    )
-    prompts = read_prompts(config.eval.prompts) if config.eval.prompts is not None else list(corpus.held_out)
-    if config.eval.every and not prompts:
-        decide(Decision("evaluation", "none", "too few chats to hold any out; set eval.prompts to watch τ"))
-    source = RowSource(corpus.documents, _packing(config))
+    corpus = read_corpus(config, renderer, mask_token, resolved.held_out if resolved is not None else None)
+    prompts = eval_prompts(config, corpus)
+    decide(choose_evaluation(config, len(prompts)))
+    source = RowSource(corpus.documents, packing_settings(config))
     return Job(
         config=config,
-        topology=topology,
-        threads=threads,
+        topology=known.topology,
+        threads=known.threads,
         target=target,
         drafter=drafter,
         corpus=corpus,
         source=source,
         prompts=tuple(tuple(renderer.prompt_ids(prompt)) for prompt in prompts[: config.eval.limit]),
-        steps=decide(_choose_steps(config, source)),
+        steps=decide(choose_steps(config, source)),
         gamma=gamma,
-        decisions=tuple(decisions),
+        decisions=tuple(decide.decisions),
     )
 
 
@@ -122,6 +99,42 @@ class Resolved:
     topology: Mapping[str, list[str]]
     threads: int
     held_out: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Outline:
+    """What config, machine and the target's `config.json` decide, before weights, tokenizer or data are read."""
+
+    topology: Topology
+    threads: int
+    spec: TargetSpec
+    target_config: Any
+    taps: tuple[int, ...]
+
+
+def outline(config: Config, machine: Machine, decide: Ledger, resolved: Resolved | None = None) -> Outline:
+    """The first decisions of a run, and of its plan."""
+    device = decide(choose_device(config.device, len(machine.devices)))
+    wanted: str | Mapping[str, list[str]] = (
+        config.topology.model_dump() if isinstance(config.topology, Devices) else config.topology
+    )
+    if resolved is not None and wanted == "auto":
+        wanted = resolved.topology
+    topology: Topology = decide(choose_topology(wanted, device, len(machine.devices)))
+    known_threads = config.pipeline.threads or (resolved.threads if resolved is not None else None)
+    threads: int = decide(choose_threads(known_threads, topology, machine.cores))
+    given = config.target
+    spec = TargetSpec(given.model, given.revision, given.trust_remote_code, given.adapter)
+    target_config = spec.config()
+    taps = decide(choose_taps(config.drafter.taps, target_config.num_hidden_layers))
+    return Outline(topology, threads, spec, target_config, taps)
+
+
+def choose_gamma(config: Config) -> Decision:
+    """Decay of the slot weights."""
+    if config.train.gamma:
+        return Decision("gamma", config.train.gamma, "set in the config")
+    return Decision("gamma", default_gamma(config.drafter.block_size), "the paper's, by B")
 
 
 def choose_taps(wanted: list[int] | None, layers: int) -> Decision:
@@ -182,17 +195,25 @@ def start_drafter(drafter: Drafter, config: Config, target: Target) -> Decision:
     if init == "target":
         layers = decoder_layers(target.model, target.config.num_hidden_layers)
         return init_from_target(drafter, layers, _final_norm(target.model), config.seed)
-    folder = Path(init)
-    if not folder.is_dir():
-        raise ConfigError(f"drafter.init is {init!r}: give target, random, or an existing drafter folder")
-    published = DrafterConfig.read(folder)
-    for key in ("target_layer_ids", "mask_token_id", "block_size"):
-        ours, theirs = getattr(drafter.config, key), getattr(published, key)
-        if ours != theirs:
-            raise ConfigError(
-                f"drafter.init {init}: its {key} is {theirs}, this run's is {ours}; set the drafter section to match"
-            )
+    folder = find_drafter(init)
+    check_published(drafter.config, folder, init)
     return init_from_checkpoint(drafter, read_tensors(folder), init)
+
+
+def check_published(ours: DrafterConfig, folder: Path, init: str, *, mask_token_known: bool = True) -> None:
+    """A drafter to start from must do the same job: what tensor shapes do not show is compared here.
+
+    Raises:
+        ConfigError: it differs; says in what.
+    """
+    published = DrafterConfig.read(folder)
+    keys = ["target_layer_ids", "block_size", "layer_types", "sliding_window"]
+    for key in [*keys, "mask_token_id"] if mask_token_known else keys:
+        mine, theirs = getattr(ours, key), getattr(published, key)
+        if mine != theirs and not (key == "sliding_window" and SLIDING not in published.layer_types):
+            raise ConfigError(
+                f"drafter.init {init}: its {key} is {theirs}, this run's is {mine}; set the drafter section to match"
+            )
 
 
 def _final_norm(model: Any) -> nn.Module | None:
@@ -202,7 +223,38 @@ def _final_norm(model: Any) -> nn.Module | None:
     return norm if isinstance(norm, nn.Module) else None
 
 
-def _packing(config: Config) -> PackingSettings:
+def read_corpus(config: Config, renderer: Renderer, mask_token: int, hold_out: bool | None = None) -> Corpus:
+    """The data as this config asks for it; `hold_out` is what an interrupted run had decided."""
+    return build_corpus(
+        config.data.train,
+        renderer,
+        mask_token=mask_token,
+        row_tokens=config.data.row_tokens,
+        hold_out_prompts=config.eval.prompts is None if hold_out is None else hold_out,
+    )
+
+
+def eval_prompts(config: Config, corpus: Corpus) -> list[Prompt]:
+    """The prompts that evaluation may use."""
+    return read_prompts(config.eval.prompts) if config.eval.prompts is not None else list(corpus.held_out)
+
+
+def choose_evaluation(config: Config, prompts: int) -> Decision:
+    """What τ is watched on."""
+    if not config.eval.every:
+        return Decision("evaluation", "none", "eval.every is 0")
+    if not prompts:
+        return Decision("evaluation", "none", "too few chats to hold any out; set eval.prompts to watch τ")
+    reason = "held out" if config.eval.prompts is None else "eval.prompts"
+    return Decision("evaluation", f"{min(prompts, config.eval.limit)} prompts", f"{reason}; at most eval.limit")
+
+
+def packing_settings(config: Config) -> PackingSettings:
+    """Budgets of a row.
+
+    Raises:
+        ConfigError: a single document could have more anchors than `data.row_anchors`.
+    """
     data = config.data
     needed = anchor_count(data.row_tokens, data.anchor_density)
     if data.row_anchors is not None and data.row_anchors < needed:
@@ -219,24 +271,31 @@ def _packing(config: Config) -> PackingSettings:
     )
 
 
-def _choose_steps(config: Config, source: RowSource) -> Decision:
+def choose_steps(config: Config, source: RowSource | None) -> Decision:
+    """As many as the config says, or as its epochs take; None without rows to count."""
     if config.train.steps is not None:
         return Decision("steps", config.train.steps, "set in the config")
+    if source is None:
+        return Decision("steps", None, f"{config.train.epochs} epochs of rows that are not counted")
     rows = sum(source.epoch_rows(epoch) for epoch in range(config.train.epochs))
     steps = -(-rows // config.train.rows_per_step)
     return Decision("steps", steps, f"{config.train.epochs} epochs of {source.epoch_rows(0)} rows")
 
 
-def check_capacity(job: Job) -> None:
-    """The channel must hold the largest row.
+def check_capacity(config: Config, feature_bytes_per_token: int) -> None:
+    """The channel must hold the rows of one target call, whose space is reserved before any of them is made.
 
     Raises:
         InputError: it does not; says what would.
     """
-    need = job.config.data.row_tokens * job.feature_bytes_per_token
-    capacity = job.config.pipeline.channel_mib * 2**20
-    if need > capacity:
+    need = channel_need(config, feature_bytes_per_token)
+    if need > config.pipeline.channel_mib * 2**20:
         raise InputError(
-            f"pipeline.channel_mib {job.config.pipeline.channel_mib} holds less than one row of features "
-            f"({need / 2**20:.0f} MiB); raise it or lower data.row_tokens"
+            f"pipeline.channel_mib {config.pipeline.channel_mib} holds less than the features of one target "
+            f"call ({-(-need // 2**20)} MiB); raise it, or lower data.row_tokens or pipeline.target_batch_rows"
         )
+
+
+def channel_need(config: Config, feature_bytes_per_token: int) -> int:
+    """Bytes of the features of one target call."""
+    return config.data.row_tokens * config.pipeline.target_batch_rows * feature_bytes_per_token

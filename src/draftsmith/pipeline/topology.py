@@ -1,6 +1,5 @@
 """Which devices run the target and which train drafter replicas; decided once, with the reason."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ import torch
 
 from draftsmith.decisions import Decision
 from draftsmith.errors import ConfigError
+from draftsmith.pipeline.machine import cpu_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,12 @@ def device_of(worker: str) -> torch.device:
     return torch.device("cpu") if worker.startswith("cpu") else torch.device(worker)
 
 
-def choose_device(wanted: str) -> Decision:
+def choose_device(wanted: str, cuda_devices: int) -> Decision:
     """`auto` takes CUDA where it is there; a device that was asked for and is missing is an error, never replaced."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError("device: cuda was asked for, but this PyTorch sees no CUDA device; use device: cpu or auto")
+    if wanted == "cuda" and not cuda_devices:
+        raise ConfigError("device: cuda was asked for, but there is no CUDA device; use device: cpu or auto")
     if wanted == "auto":
-        return Decision("device", "cuda" if available else "cpu", f"torch.cuda.is_available() is {available}")
+        return Decision("device", "cuda" if cuda_devices else "cpu", f"{cuda_devices or 'no'} CUDA device(s)")
     return Decision("device", wanted, "set in the config")
 
 
@@ -91,16 +90,11 @@ def _check_names(topology: Topology, device: str, cuda_devices: int) -> None:
                 raise ConfigError(f"topology.{role} has {name}, but this machine has {cuda_devices} CUDA device(s)")
 
 
-def cpu_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def choose_threads(wanted: int | None, topology: Topology) -> Decision:
-    """Intra-op threads of every CPU worker: cores shared out, at least one each."""
+def choose_threads(wanted: int | None, topology: Topology, cores: int | None = None) -> Decision:
+    """Intra-op threads of every CPU worker: cores (default: this machine's) shared out, at least one each."""
     if wanted is not None:
         return Decision("threads per worker", wanted, "set in the config")
-    cores = cpu_cores()
+    cores = cores or cpu_cores()
     if device_of(topology.drafter[0]).type == "cuda":
         return Decision("threads per worker", max(1, cores // 2), f"{cores} cores; workers compute on their GPUs")
     share = max(1, cores // topology.workers)

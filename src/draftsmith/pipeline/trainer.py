@@ -150,7 +150,7 @@ def train(
             return RunResult(folder, state.step, True, state.best_tau, state.best_step)
         if job is None:
             job = prepare(config, Resolved(state.topology, state.threads, state.held_out) if state else None)
-        check_capacity(job)
+        check_capacity(config, job.feature_bytes_per_token)
         check_fingerprint(job, checkpoint)
         write_preamble(folder, job)
         for line in (*map(str, job.decisions), job.corpus.summary):

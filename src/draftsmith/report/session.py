@@ -17,6 +17,7 @@ from draftsmith.drafter.checkpoint import load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
+from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.topology import choose_device, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
@@ -52,39 +53,51 @@ def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: 
     return result
 
 
-def print_launch_lines(target: str, draft: Path) -> None:
+def print_launch_lines(target: str, draft: Path, adapter: str | None = None) -> None:
     """How to serve the drafter."""
+    if adapter:
+        say(f"serve {target} with {adapter} merged into it (peft: merge_and_unload), not beside it:")
     block_size = DrafterConfig.read(draft).block_size
     for server, line in launch_lines(target, str(draft), block_size).items():
         say(f"{server}: {line}")
 
 
-def load_pair(target_model: str, draft: Path, device: torch.device) -> tuple[Target, Drafter]:
+def load_pair(
+    target_model: str, draft: Path, device: torch.device, adapter: str | None = None
+) -> tuple[Target, Drafter]:
     """A target and its drafter for decoding; warns if the drafter was trained for another target."""
     drafter = load_drafter(draft, device)
-    target = load_target(TargetSpec(target_model), drafter.config.target_layer_ids, device)
-    expected = (target.config.num_hidden_layers, target.config.hidden_size)
-    found = (drafter.config.num_target_layers, drafter.config.hidden_size)
+    spec = TargetSpec(target_model, adapter=adapter)
+    shape = spec.config()
+    expected = (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size)
+    found = (drafter.config.num_target_layers, drafter.config.hidden_size, drafter.config.vocab_size)
     if expected != found:
         raise InputError(
-            f"--draft {draft} is for a target of {found[0]} layers and hidden size {found[1]}, "
-            f"{target_model} has {expected[0]} and {expected[1]}"
+            f"--draft {draft} is for a target of {found[0]} layers, hidden size {found[1]} and vocabulary {found[2]}; "
+            f"{target_model} has {expected[0]}, {expected[1]} and {expected[2]}"
         )
+    target = load_target(spec, drafter.config.target_layer_ids, device)
     trained_for = read_provenance(draft).get("target_fingerprint")
     if trained_for is not None and trained_for != target.fingerprint:
+        merged = f" with adapter {adapter}" if adapter else ""
         say(
-            f"warning: {draft} was trained for another target, tokenizer or chat template than {target_model}; "
+            f"warning: {draft} was trained for another target, tokenizer or chat template than {target_model}{merged}; "
             "the output stays right, but expect a lower τ"
         )
     return target, drafter
 
 
 def evaluate_and_show(
-    target_model: str, draft: Path, prompt_files: Sequence[str], max_new_tokens: int, out: Path | None
+    target_model: str,
+    draft: Path,
+    prompt_files: Sequence[str],
+    max_new_tokens: int,
+    out: Path | None,
+    adapter: str | None = None,
 ) -> None:
     """`draftsmith eval`."""
-    device = device_of(str(choose_device("auto").value))
-    target, drafter = load_pair(target_model, draft, device)
+    device = device_of(str(choose_device("auto", len(this_machine().devices)).value))
+    target, drafter = load_pair(target_model, draft, device, adapter)
     renderer = Renderer(target.tokenizer)
     prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts(prompt_files)]
     report = evaluate_with_status(target, drafter, prompts, max_new_tokens)

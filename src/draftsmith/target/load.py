@@ -18,11 +18,15 @@ PADDING_WASTE = 1.15  # documents share a forward while padding stays below 15 %
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """Which model: `demo` is the embedded one, anything else a folder or hub id (a folder `demo` is `./demo`)."""
+    """Which model: `demo` is the embedded one, anything else a folder or hub id (a folder `demo` is `./demo`).
+
+    `revision` is that of the hub, for config, weights and tokenizer alike. `adapter` is a LoRA adapter to merge.
+    """
 
     model: str
     revision: str | None = None
     trust_remote_code: bool = False
+    adapter: str | None = None
 
     @property
     def path(self) -> str:
@@ -41,8 +45,34 @@ class TargetSpec:
         """The text part of the model's `config.json`."""
         return self._from_pretrained(AutoConfig).get_text_config(decoder=True)
 
+    def skeleton(self) -> Any:
+        """The model without weights: parameters have shapes (and ties), but no memory."""
+        config = self._from_pretrained(AutoConfig)
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        except (ValueError, KeyError) as error:
+            raise InputError(f"target.model {self.model!r}: {' '.join(str(error).splitlines())}") from error
+
+    def model_with_adapter(self, dtype: torch.dtype | str) -> Any:
+        """The model in host memory, its adapter merged if it has one.
+
+        Raises:
+            InputError: model or adapter cannot be loaded.
+        """
+        model = self._from_pretrained(AutoModelForCausalLM, dtype=dtype)
+        return merge_adapter(model, self.adapter) if self.adapter else model
+
     def tokenizer(self) -> Any:
-        return self._from_pretrained(AutoTokenizer)
+        """The model's tokenizer.
+
+        Raises:
+            InputError: there is none. transformers makes an empty one up where the files are missing.
+        """
+        tokenizer = self._from_pretrained(AutoTokenizer)
+        if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):
+            raise InputError(f"target.model {self.model!r} has no tokenizer files; add those it was trained with")
+        return tokenizer
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,19 +148,23 @@ def compute_dtype(device: torch.device) -> torch.dtype | str:
     return torch.float32 if device.type == "cpu" else "auto"
 
 
+def stored_dtype(target_config: Any) -> torch.dtype:
+    """The dtype that the weights are stored in, fp32 if the config does not say."""
+    dtype = getattr(target_config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
 def load_target(spec: TargetSpec, taps: Sequence[int], device: torch.device, *, tokenizer: Any = None) -> Target:
     """Loads a causal LM for features and decoding.
 
     Raises:
         InputError: the model cannot be loaded, has a head with bias, or layers that cannot be found.
     """
-    model = spec._from_pretrained(AutoModelForCausalLM, dtype=compute_dtype(device)).to(device).eval()
+    model = spec.model_with_adapter(compute_dtype(device)).to(device).eval()
     model.requires_grad_(False)
     config = model.config.get_text_config(decoder=True)
     tokenizer = tokenizer or spec.tokenizer()
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise InputError(f"target.model {spec.model!r}: its output head has a bias, which no DFlash loader reads")
+    embedding_VH, head_VH = frozen_weights(spec, model)
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     return Target(
@@ -139,11 +173,54 @@ def load_target(spec: TargetSpec, taps: Sequence[int], device: torch.device, *, 
         config=config,
         tokenizer=tokenizer,
         capture=TapCapture(decoder_layers(model, config.num_hidden_layers), taps),
-        embedding_VH=model.get_input_embeddings().weight.detach(),
-        head_VH=head.weight.detach(),
+        embedding_VH=embedding_VH,
+        head_VH=head_VH,
         stop_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         fingerprint=fingerprint(model, tokenizer),
     )
+
+
+def frozen_weights(spec: TargetSpec, model: Any) -> tuple[Tensor, Tensor]:
+    """The embedding and the head, as loaders give them to the drafter.
+
+    Raises:
+        InputError: the head has a bias.
+    """
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise InputError(f"target.model {spec.model!r}: its output head has a bias, which no DFlash loader reads")
+    return model.get_input_embeddings().weight.detach(), head.weight.detach()
+
+
+def merge_adapter(model: Any, adapter: str) -> Any:
+    """The model with a LoRA adapter (PEFT folder or hub id) added to its weights, in the model's own dtype.
+
+    Raises:
+        InputError: peft is missing, or the adapter is no LoRA adapter of this model.
+    """
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise InputError("target.adapter needs peft, which is not installed: pip install 'draftsmith[lora]'") from None
+    try:
+        settings = PeftConfig.from_pretrained(adapter)
+        if settings.peft_type != "LORA":
+            kind = str(settings.peft_type).removeprefix("PeftType.")
+            raise InputError(f"target.adapter {adapter!r} is a {kind} adapter; only LoRA adapters can be merged")
+        settings.inference_mode = True
+        wrapped = PeftModel(model, settings)
+        loaded = wrapped.load_adapter(adapter, "default", torch_device="cpu")
+        if loaded.missing_keys or loaded.unexpected_keys:
+            raise InputError(
+                f"target.adapter {adapter!r} was made for another model: {len(loaded.missing_keys)} of its tensors are "
+                f"missing, {len(loaded.unexpected_keys)} have no place in {type(model).__name__}"
+            )
+        return wrapped.merge_and_unload()
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"target.adapter {adapter!r} cannot be merged into this target: {first}") from error
 
 
 def fingerprint(model: nn.Module, tokenizer: Any) -> str:
