@@ -111,7 +111,7 @@ def test_the_memory_of_a_drafter_device(qwen3: Config) -> None:
 
 def test_the_memory_of_the_host(qwen3: Config) -> None:
     assert sizes_at(make_plan(qwen3, h100()), "host") == {
-        "Python and libraries": 512 * MIB,
+        "Python and libraries": 448 * MIB,
         "drafter as it starts": 4 * DRAFTER,
         "target on its way": 2 * TARGET,
         "checkpoint on its way": 12 * DRAFTER,
