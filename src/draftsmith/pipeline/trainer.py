@@ -20,7 +20,7 @@ from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
 from draftsmith.pipeline.threads import Crew, Failure
 from draftsmith.pipeline.topology import device_of
-from draftsmith.pipeline.transfer import to_device
+from draftsmith.pipeline.transfer import to_device, worker_stream
 from draftsmith.pipeline.workers import DrafterWorker, Feed, TargetWorker, TrainSettings
 from draftsmith.report.progress import Gauges
 
@@ -104,7 +104,8 @@ class Run:
 
     def _drafter_body(self, worker: DrafterWorker, replicas: int) -> Callable[[], None]:
         def body() -> None:
-            worker.run(replicas, self.journal.record, self.stop)
+            with worker_stream(worker.head_VH.device):
+                worker.run(replicas, self.journal.record, self.stop)
             if worker.replica == 0:
                 self.channel.close()  # a stopped run: targets must not wait for room any more
 
