@@ -179,7 +179,9 @@ def test_a_folder_that_is_no_drafter_exits_1(run: Callable[..., Outcome], prompt
 
 
 def test_a_drafter_for_another_target_exits_1(run: Callable[..., Outcome], prompts: Path, draft: Path) -> None:
-    assert "is for a target of 5 layers, hidden size 32 and vocabulary 64; demo has 10, 128 and 2048" in only_line(evaluate(run, draft, prompts), 1)
+    assert "is for a target of 5 layers, hidden size 32 and vocabulary 64; demo has 10, 128 and 2048" in only_line(
+        evaluate(run, draft, prompts), 1
+    )
 
 
 def test_an_unknown_target_exits_1(run: Callable[..., Outcome], prompts: Path, draft: Path) -> None:

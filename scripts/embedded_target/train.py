@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from muon import Muon
 from problems import DEFAULT_BUILD, Problem, train_problems
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from draftsmith.pipeline.optim import Muon
 
 SEED = 0
 ROW_TOKENS = 512
@@ -93,7 +94,7 @@ def train(model: Qwen3ForCausalLM, rows: Tensor, steps: int, peak_lr: float) -> 
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
-        Muon(matrices, lr=peak_lr),
+        Muon(matrices, lr=peak_lr, weight_decay=0.05),
         torch.optim.AdamW(others, lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     loss_of = torch.compile(make_loss(model))

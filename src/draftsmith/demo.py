@@ -5,16 +5,14 @@ import shutil
 import statistics
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from draftsmith import embedded
 from draftsmith.config import load_config
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
+from draftsmith.decisions import Decision
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.errors import ConfigError
 from draftsmith.nouns import StepRecord
@@ -23,7 +21,8 @@ from draftsmith.pipeline.trainer import execute
 from draftsmith.report.session import console, evaluate_with_status, load_pair, print_launch_lines, say, train_and_show
 from draftsmith.report.table import eval_table
 
-WARMUP_STEPS, UNTIMED_STEPS = 14, 4
+WARMUP_STEPS, UNTIMED_STEPS = 40, 10
+EVALUATIONS = 4  # while training
 
 
 def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
@@ -37,26 +36,33 @@ def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
     step_s = timed_step(job)
     steps = max(1, round(60 * minutes / step_s))
     say(f"a step takes {step_s:.2f} s on this machine: {steps} steps in {minutes:g} minutes")
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-    job = replace(job, config=config, steps=steps)
+    config = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"steps": steps}),
+            "eval": config.eval.model_copy(update={"every": max(1, steps // EVALUATIONS)}),
+        }
+    )
+    fitted = Decision("steps", steps, f"what fits into {minutes:g} minutes at {step_s:.3f} s a step")
+    kept = tuple(decision for decision in job.decisions if decision.name != fitted.name)
+    job = replace(job, config=config, steps=steps, decisions=(*kept, fitted))
     tau_before = decoded_tau(job.target, job.drafter.eval(), job.prompts, config.eval.max_new_tokens)
     say(f"τ of the drafter as initialised: {tau_before:.3f}")
 
-    began = time.perf_counter()
     result = train_and_show(config, resume=False, stop=stop, job=job)
-    train_seconds = time.perf_counter() - began
     if not result.finished:
         return
     shutil.copytree(embedded.TARGET, folder / "target")
-    shutil.copy(embedded.PROMPTS, folder / "prompts.jsonl")
-    target, drafter = load_pair(str(folder / "target"), folder / "draft", torch.device("cpu"))
+    held_out = read_prompts(["demo"])[: config.eval.limit]
+    (folder / "prompts.jsonl").write_text("".join(prompt.to_json() + "\n" for prompt in held_out), encoding="utf-8")
+    target, drafter = load_pair(str(folder / "target"), folder / "draft", job.target.device)
     renderer = Renderer(target.tokenizer)
     prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts([str(folder / "prompts.jsonl")])]
     report = evaluate_with_status(target, drafter, prompts, config.eval.max_new_tokens)
+    steps_taken = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = report.to_json() | {
         "tau_before": tau_before,
-        "train_seconds": train_seconds,
-        "train_tokens": sum(json.loads(line)["tokens"] for line in (folder / "metrics.jsonl").open()),
+        "train_seconds": sum(step["step_s"] for step in steps_taken),
+        "train_tokens": sum(step["tokens"] for step in steps_taken),
     }
     (folder / "eval.json").write_text(json.dumps(figures, indent=2) + "\n")
     console.print(eval_table(report, tau_before))

@@ -43,7 +43,6 @@ class Journal:
         self.best_step = start.best_step if start else None
         self.last_step = start.step if start else 0
         self.saved_step = start.step if start else None
-        self.eval_s = 0.0
         cut_metrics(folder / "metrics.jsonl", self.last_step)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
