@@ -100,7 +100,7 @@ def test_the_memory_of_a_drafter_device(qwen3: Config) -> None:
         "features of the row": 2 * T * 5 * H,
         "activations": 5 * layer + ends,
         "backward": SLOTS * (2 * 3 * I + 4 * 3 * H) + 4 * 5 * H * H,
-        "attention chunk and masks": 2**26 + 2 * 4 * 64 * reach + 4 * 2 * reach * KEYS,
+        "attention chunk and masks": 2**24 + 2 * 4 * 64 * reach + 4 * 2 * reach * KEYS,
         "loss chunk": labels * V * (4 + 2 + 2),
         "embedding and head": 2 * V * H * 2,
         "CUDA context": GIB,

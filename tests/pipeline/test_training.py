@@ -1,5 +1,6 @@
 """Whole runs on the embedded target: topology and packing do not change the maths, resume is exact, faults stop."""
 
+import inspect
 import json
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints
+from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
 
 MakeConfig = Callable[..., Config]
@@ -47,6 +49,35 @@ def test_topology_does_not_change_the_maths(demo_config: MakeConfig, tmp_path: P
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert (a["tokens"], a["anchors"]) == (b["tokens"], b["anchors"])
     assert relative(weights(many.folder, 4), weights(one.folder, 4)) <= 1e-5
+
+
+@pytest.mark.slow
+def test_twenty_steps_under_every_topology(demo_config: MakeConfig, tmp_path: Path) -> None:
+    """The same global batch of six rows under 1+1, 2+1, 3+2 and 5+3; every tensor has moved by then."""
+
+    def trained(topology: str) -> tuple[list[float], dict[str, torch.Tensor], Run]:
+        changes = {"topology": topology, "train__steps": 20, "train__rows_per_step": 6, "pipeline__threads": 1}
+        result, _, runs = run_training(demo_config(run__dir=str(tmp_path / topology), **changes))
+        return [line["loss"] for line in metrics(result.folder)], weights(result.folder, 20), runs[0]
+
+    losses, expected, run = trained("1+1")
+    start = run.job.drafter.state_dict()
+    assert all(float((expected[name] - start[name]).norm() / start[name].norm()) > 1e-3 for name in start)
+    for topology in ("2+1", "3+2", "5+3"):
+        others, got, _ = trained(topology)
+        assert others == pytest.approx(losses, rel=1e-5)
+        assert relative(got, expected) <= 1e-5
+
+
+def test_the_training_loop_fits_a_screen() -> None:
+    """Receive, forward, loss, backward, sync, step, record: in one function of under 60 lines."""
+    source = inspect.getsource(DrafterWorker.run)
+    assert source.count("\n") < 60
+    places = [
+        source.index(step)
+        for step in ("take(", "forward(", "block_loss(", "backward(", "reduce(", "update(", "record(")
+    ]
+    assert places == sorted(places)
 
 
 def test_training_moves_every_weight_and_lowers_the_loss(demo_config: MakeConfig) -> None:

@@ -16,7 +16,7 @@ from draftsmith.drafter.attention.kernels import chunk_backward, chunk_forward
 from draftsmith.drafter.attention.layout import BlockLayout, block_mask, context_mask
 
 CHUNK_SLOTS = 64  # slots per chunk: 8 blocks of 8. Measured best or within 5 % of it for B 8 and 16, D 32 and 64.
-KEPT_MASK_BYTES = 2**26  # masks of a row are kept for all layers, forward and backward, while they are this small
+KEPT_MASK_BYTES = 2**24  # masks of a row are kept for all layers, forward and backward, while they are this small
 
 
 class Chunk(NamedTuple):
