@@ -66,6 +66,7 @@ class Case:
         layout = BlockLayout(self.blocks.anchors, self.blocks.starts, self.config.block_size, None)
         every, device = slice(0, len(self.blocks.anchors)), torch.device("cpu")
         context = context_mask(layout, every, slice(0, len(self.row.tokens_T)), device)
+        context = context.expand(-1, self.config.block_size, -1).flatten(0, 1)
         return torch.cat([context, block_mask(layout, len(self.blocks.anchors), device)], 1)
 
     def step(self, drafter: Drafter) -> float:
@@ -111,7 +112,7 @@ def make_case(tokens: int, anchors: int) -> Case:
         row=row,
         blocks=make_blocks(row, block_size=16, mask_token=0, gamma=7.0),
         features_TF=torch.randn(tokens, config.feature_size, generator=random),
-        embedding_VH=torch.randn(4096, 256, generator=random),
+        embedding_VH=torch.randn(4096, 256, generator=random) * 0.2,  # logits of a trained model's spread, about 3
         rotary=RotaryTable(config, tokens + 16, torch.device("cpu")),
     )
 

@@ -64,7 +64,8 @@ class Steps:
 
 
 def make_job(topology: str, rows: int) -> Job:
-    overrides = [f"topology={topology}", "pipeline.threads=1", "run.dir=unused", "eval.every=0", "checkpoint.every=0"]
+    overrides = [f"topology={topology}", "pipeline.threads=1", "run.dir=unused", "eval.every=0"]
+    overrides += ["checkpoint.every=0", "pipeline.channel_mib=32"]  # small, so that a short run is in its steady state
     config = load_config(embedded.CONFIG, overrides)
     job = prepare(config)
     return replace(job, steps=rows // config.train.rows_per_step)

@@ -104,9 +104,9 @@ def test_a_wrong_block_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def _sees_own_anchor(where: BlockLayout, blocks: slice, keys: slice, device: torch.device) -> Tensor:
     """Off by one within what the chunk holds: `<=` instead of `<` for all but the chunk's last anchor."""
     seen = layout.context_mask(where, blocks, keys, device)
-    for row, anchor in enumerate(a for a in where.anchors[blocks] for _ in range(where.block_size)):
+    for number, anchor in enumerate(where.anchors[blocks]):
         if keys.start <= anchor < keys.stop:
-            seen[row, anchor - keys.start] = True
+            seen[number, :, anchor - keys.start] = True
     return seen
 
 

@@ -43,7 +43,7 @@ def plain(hidden_QH: Tensor, blocks: Blocks, head_VH: Tensor, scaling: HeadScali
 def test_value_and_gradient_are_plain_cross_entropy(
     scaling: HeadScaling, labels_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", labels_per_chunk * V)
+    monkeypatch.setattr(loss_module, "chunk_labels", lambda vocab_size: labels_per_chunk)
     hidden, blocks, head = case()
     expected = plain(hidden, blocks, head, scaling)
     (wanted,) = torch.autograd.grad(expected, hidden)
@@ -131,7 +131,7 @@ def test_no_label_is_no_loss() -> None:
 
 
 def test_no_tensor_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 4 * V)
+    monkeypatch.setattr(loss_module, "chunk_labels", lambda vocab_size: 4)
     largest = 0
     original = HeadScaling.logits
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from draftsmith.nouns import Blocks
 
-CHUNK_LOGITS = 2**22  # logits per chunk: 16 MiB in fp32, 1,024 labels of a 4,096-token vocabulary
+CHUNK_LOGITS = 2**20  # logits per chunk: 4 MiB in fp32, which stays in a core's cache,
+MIN_CHUNK_LABELS = 128  # but enough labels for an efficient matrix product with a large vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_LH.device)
         correct_L = torch.empty_like(labels_L, dtype=torch.bool)
         grad_LH = torch.empty_like(hidden_LH)
-        size = max(1, CHUNK_LOGITS // head_VH.shape[0])
+        size = chunk_labels(head_VH.shape[0])
         for start in range(0, len(labels_L), size):
             part = slice(start, start + size)
             logits_LV = scaling.logits((hidden_LH[part] @ head_VH.T).float())
@@ -101,6 +102,11 @@ def block_loss(hidden_QH: Tensor, blocks: Blocks, head_VH: Tensor, scaling: Head
         correct_B=torch.bincount(slot_L, correct_L.float(), minlength=size),
         count_B=torch.bincount(slot_L, minlength=size),
     )
+
+
+def chunk_labels(vocab_size: int) -> int:
+    """Labels whose logits exist at the same time."""
+    return max(MIN_CHUNK_LABELS, CHUNK_LOGITS // vocab_size)
 
 
 def default_gamma(block_size: int) -> float:

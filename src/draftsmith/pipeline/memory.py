@@ -11,7 +11,7 @@ from math import prod
 
 from draftsmith.drafter.attention.blockwise import CHUNK_SLOTS, KEPT_MASK_BYTES
 from draftsmith.drafter.config import DrafterConfig
-from draftsmith.drafter.loss import CHUNK_LOGITS
+from draftsmith.drafter.loss import chunk_labels
 from draftsmith.pipeline.topology import Topology
 from draftsmith.target.load import PADDING_WASTE
 
@@ -234,7 +234,7 @@ def attention_scratch(sizes: Sizes) -> tuple[str, int, str]:
 def loss_scratch(sizes: Sizes) -> tuple[str, int, str]:
     """Logits of one chunk of labels; in lower precision also before and after they are fp32."""
     vocab, e = sizes.shape.vocab_size, sizes.itemsize
-    labels = min(max(1, CHUNK_LOGITS // vocab), sizes.row_anchors * (sizes.shape.block_size - 1))
+    labels = min(chunk_labels(vocab), sizes.row_anchors * (sizes.shape.block_size - 1))
     each = 4 if e == 4 else 4 + 2 * e
     if sizes.shape.final_logit_softcapping:
         each += 8

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.drafter.attention.kernels import chunk_backward, chunk_forward
 from draftsmith.drafter.attention.layout import BlockLayout, block_mask, context_mask
 
-CHUNK_SLOTS = 64  # slots per chunk: 8 blocks of 8. Measured best or within 5 % of it for B 8 and 16, D 32 and 64.
+CHUNK_SLOTS = 128  # slots per chunk: 16 blocks of 8. Of 64 to 384 the best or within 5 % of it (docs/lab-notebook.md).
 KEPT_MASK_BYTES = 2**24  # masks of a row are kept for all layers, forward and backward, while they are this small
 
 
@@ -62,12 +62,19 @@ class ChunkPlan:
         return Chunk(slice(first, last), slots, slice(low, layout.anchors[last - 1]))
 
     def _mask(self, chunk: Chunk) -> Tensor:
-        blocks = _length(chunk.blocks)
+        blocks, slots, keys = _length(chunk.blocks), _length(chunk.slots), _length(chunk.keys)
         if blocks not in self._diagonals:
-            self._diagonals[blocks] = block_mask(self.layout, blocks, self.device)
-        seen = torch.cat([context_mask(self.layout, chunk.blocks, chunk.keys, self.device), self._diagonals[blocks]], 1)
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
-        return mask.repeat(self.groups, 1)[None, None]
+            seen = block_mask(self.layout, blocks, self.device).view(blocks, -1, slots)
+            self._diagonals[blocks] = self._additive(seen)
+        mask = torch.empty(
+            self.groups, blocks, self.layout.block_size, keys + slots, dtype=self.dtype, device=self.device
+        )
+        mask[..., :keys] = self._additive(context_mask(self.layout, chunk.blocks, chunk.keys, self.device))
+        mask[..., keys:] = self._diagonals[blocks]
+        return mask.view(1, 1, self.groups * slots, keys + slots)
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
 
 
 def _length(part: slice) -> int:

@@ -32,16 +32,16 @@ class BlockLayout:
 
 
 def context_mask(layout: BlockLayout, blocks: slice, keys: slice, device: torch.device) -> Tensor:
-    """Bool [len(blocks) * B, len(keys)]: may this slot see that context position?"""
-    anchors_N1 = torch.tensor(layout.anchors[blocks], device=device)[:, None]
-    starts_N1 = torch.tensor(layout.starts[blocks], device=device)[:, None]
+    """Bool [len(blocks), B, len(keys)]: may this slot see that context position? [len(blocks), 1, len(keys)] for full
+    layers, where all slots of a block see the same."""
+    anchors_N11 = torch.tensor(layout.anchors[blocks], device=device)[:, None, None]
+    starts_N11 = torch.tensor(layout.starts[blocks], device=device)[:, None, None]
     keys_T = torch.arange(keys.start, keys.stop, device=device)
-    seen_NT = (keys_T >= starts_N1) & (keys_T < anchors_N1)
+    seen_N1T = (keys_T >= starts_N11) & (keys_T < anchors_N11)
     if layout.window is None:
-        return seen_NT.repeat_interleave(layout.block_size, 0)
-    slots_NB1 = (anchors_N1 + torch.arange(layout.block_size, device=device))[..., None]
-    seen_NBT = seen_NT[:, None] & (keys_T > slots_NB1 - layout.window)
-    return seen_NBT.flatten(0, 1)
+        return seen_N1T
+    slots_NB1 = anchors_N11 + torch.arange(layout.block_size, device=device)[:, None]
+    return seen_N1T & (keys_T > slots_NB1 - layout.window)
 
 
 def block_mask(layout: BlockLayout, blocks: int, device: torch.device) -> Tensor:
