@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,22 @@ def test_resume_of_a_finished_run_changes_nothing(demo_config: MakeConfig) -> No
     assert again.finished
     assert {p: p.read_bytes() for p in result.folder.rglob("*") if p.is_file()} == before
     assert any("finished" in line for line in quiet.lines)
+
+
+def test_a_run_killed_before_its_draft_was_written_is_not_finished(demo_config: MakeConfig) -> None:
+    """The last checkpoint is there, `draft/` is missing or still that of an earlier stop: resuming writes it."""
+    result, _, _ = run_training(demo_config())
+    written = (result.folder / "draft" / "model.safetensors").read_bytes()
+    for damage in ("stale", "missing"):
+        if damage == "stale":
+            provenance = result.folder / "draft" / "draftsmith.json"
+            provenance.write_text(json.dumps(json.loads(provenance.read_text()) | {"step": 2}))
+            (result.folder / "draft" / "model.safetensors").write_bytes(b"old")
+        else:
+            shutil.rmtree(result.folder / "draft")
+        again, _, _ = run_training(demo_config(), resume=True)
+        assert again.finished
+        assert (result.folder / "draft" / "model.safetensors").read_bytes() == written
 
 
 def test_resume_with_another_setting_is_refused(demo_config: MakeConfig) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.config import Config, differing_keys, dump_config, load_config
+from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
 from draftsmith.errors import ConfigError
 from draftsmith.nouns import Features
@@ -146,7 +147,7 @@ def train(
         if resume and checkpoint is None:
             log(f"resume: {folder} has no whole checkpoint, starting at step 0")
         state = checkpoint.state if checkpoint else None
-        if state and state.step >= state.steps and (folder / "draft").is_dir():
+        if state and state.step >= state.steps and read_provenance(folder / "draft").get("step") == state.step:
             log(f"resume: {folder} is finished at step {state.step}, nothing to do")
             return RunResult(folder, state.step, True, state.best_tau, state.best_step)
         if job is None:

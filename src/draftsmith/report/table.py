@@ -7,16 +7,16 @@ from draftsmith.decode.evaluate import EvalReport
 
 def eval_table(report: EvalReport, tau_before: float | None = None) -> Table:
     """Figures of an evaluation, with the untrained drafter's τ beside it if known."""
-    table = Table(title="Speculative against plain decoding, greedy, interleaved on the same prompts")
+    table = Table(title="Greedy decoding with the drafter against plain decoding")
     table.add_column("measure")
     if tau_before is not None:
-        table.add_column("before training", justify="right")
+        table.add_column("untrained", justify="right")
     table.add_column("drafter", justify="right")
 
     def row(name: str, value: str, before: str = "") -> None:
         table.add_row(name, *([before] if tau_before is not None else []), value)
 
-    row("τ (tokens per target forward)", f"{report.tau:.2f}", f"{tau_before:.2f}" if tau_before is not None else "")
+    row("τ, tokens per target forward", f"{report.tau:.2f}", f"{tau_before:.2f}" if tau_before is not None else "")
     row("tokens/s", f"{report.tokens_per_second:.0f}")
     row("tokens/s, plain decoding", f"{report.baseline_tokens_per_second:.0f}")
     row("speed-up", f"{report.speedup:.2f}x")
