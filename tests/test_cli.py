@@ -134,7 +134,7 @@ def test_a_value_that_does_not_fit_the_target_exits_2(
     [
         ({"data": {"train": ["none.jsonl"]}}, "data.train: none.jsonl cannot be read: No such file"),
         ({"data": {"train": ["bad.jsonl"]}}, "first reason: bad.jsonl:1: not JSON"),
-        ({"target": {"model": "./nowhere"}}, "target.model './nowhere' cannot be loaded"),
+        ({"target": {"model": "./nowhere"}}, "target.model: folder ./nowhere does not exist"),
         ({"target": {"model": "nobody/nothing"}}, "target.model 'nobody/nothing' cannot be loaded"),
         ({"eval": {"prompts": ["none.jsonl"]}}, "prompts: none.jsonl cannot be read: No such file"),
         ({"eval": {"prompts": ["bad.jsonl"]}}, "bad.jsonl:1: not JSON"),
@@ -185,8 +185,10 @@ def test_a_drafter_for_another_target_exits_1(run: Callable[..., Outcome], promp
 
 
 def test_an_unknown_target_exits_1(run: Callable[..., Outcome], prompts: Path, draft: Path) -> None:
-    for target in ("./nowhere", "nobody/nothing"):
-        assert f"{target}' cannot be loaded" in only_line(evaluate(run, draft, prompts, target=target), 1)
+    said = only_line(evaluate(run, draft, prompts, target="./nowhere"), 1)
+    assert "folder ./nowhere does not exist" in said
+    said = only_line(evaluate(run, draft, prompts, target="nobody/nothing"), 1)
+    assert "nobody/nothing' cannot be loaded" in said
 
 
 def test_impossible_eval_arguments_exit_2_before_anything_is_loaded(run: Callable[..., Outcome], prompts: Path) -> None:

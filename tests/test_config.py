@@ -91,7 +91,7 @@ def test_a_misspelt_section_is_unknown_rather_than_missing() -> None:
         ("train: 5\n", "c.yaml:4: train is 5: expected keys below it, like train.steps"),
         ("drafter: {block_size: 1}\n", "drafter.block_size is 1: input should be greater than or equal to 2"),
         ("drafter:\n  taps:\n  - 1\n  - x\n", "c.yaml:7: drafter.taps.1 is 'x': input should be a valid integer"),
-        ("eval: {prompts: p.jsonl}\n", "c.yaml:4: eval.prompts is 'p.jsonl': input should be a valid list"),
+        ("eval: {prompts: 3}\n", "c.yaml:4: eval.prompts is 3: input should be a valid list"),
         ("seed: -1\n", "seed is -1: input should be greater than or equal to 0"),
         (f"seed: {2**63}\n", "input should be less than"),
         ("topology: 5\n", "c.yaml:4: topology is 5: input should be a valid string"),

@@ -113,7 +113,7 @@ def test_a_target_without_an_mlp_width_gets_one() -> None:
     ("arguments", "code", "message"),
     [
         (["--target", "demo", "--data", "none.jsonl"], 1, "none.jsonl cannot be read: No such file"),
-        (["--target", "./nowhere", "--data", "demo"], 1, "target.model './nowhere' cannot be loaded"),
+        (["--target", "./nowhere", "--data", "demo"], 1, "target.model: folder ./nowhere does not exist"),
         (["--target", "nobody/nothing", "--data", "demo"], 1, "target.model 'nobody/nothing' cannot be loaded"),
         (
             ["--target", "demo", "--data", "bad.jsonl"],

@@ -102,14 +102,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from draftsmith.config import load_config
-    from draftsmith.report.session import print_launch_lines, train_and_show
-    from draftsmith.target.load import TargetSpec
 
     if options.plan:
         return _plan(options)
     if options.machine is not None:
         raise ConfigError("--machine describes the machine of a plan; add --plan")
-    config = load_config(options.config, options.set)
+    config = load_config(options.config, options.set)  # before the imports that take seconds: mistakes show at once
+    from draftsmith.report.session import print_launch_lines, train_and_show
+    from draftsmith.target.load import TargetSpec
+
     with _stoppable() as (stop, code):
         result = train_and_show(config, resume=options.resume, stop=stop)
         if result.finished:

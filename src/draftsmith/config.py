@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draftsmith.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Section(BaseModel):
@@ -41,7 +44,7 @@ class TargetSection(Section):
 
 
 class DataSection(Section):
-    train: list[str] = Field(min_length=1, description="JSONL files (.gz too); `demo` are the embedded conversations")
+    train: Files = Field(min_length=1, description="JSONL files (.gz too); `demo` are the embedded conversations")
     row_tokens: Annotated[int, Field(ge=16)] = Field(
         2048, description="token budget of a row; longer documents are cut"
     )
@@ -94,7 +97,7 @@ class CheckpointSection(Section):
 
 class EvalSection(Section):
     every: Annotated[int, Field(ge=0)] = Field(500, description="steps between evaluations, 0: never")
-    prompts: list[str] | None = Field(
+    prompts: Files | None = Field(
         None, description="prompt files; default: hold out the min(64, 5 %) chats with the smallest content hash"
     )
     limit: PositiveInt = Field(64, description="use at most this many prompts")

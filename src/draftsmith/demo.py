@@ -30,21 +30,25 @@ def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
     folder = out or _free_folder()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--out {folder} is not an empty directory; choose another")
-    say(f"demo: everything goes to {folder}")
+    say(
+        f"demo: trains for {minutes:g} minutes; preparing, measuring τ along the way and the final comparison take a "
+        f"few more. Everything goes to {folder}"
+    )
     config = load_config(embedded.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
     job = prepare(config)
     step_s = timed_step(job)
-    steps = max(1, round(60 * minutes / step_s))
+    steps = EVALUATIONS * max(1, round(60 * minutes / step_s / EVALUATIONS))
     say(f"a step takes {step_s:.2f} s on this machine: {steps} steps in {minutes:g} minutes")
     config = config.model_copy(
         update={
             "train": config.train.model_copy(update={"steps": steps}),
-            "eval": config.eval.model_copy(update={"every": max(1, steps // EVALUATIONS)}),
+            "eval": config.eval.model_copy(update={"every": steps // EVALUATIONS}),
         }
     )
     fitted = Decision("steps", steps, f"what fits into {minutes:g} minutes at {step_s:.3f} s a step")
     kept = tuple(decision for decision in job.decisions if decision.name != fitted.name)
     job = replace(job, config=config, steps=steps, decisions=(*kept, fitted))
+    say(f"decoding {len(job.prompts)} held-out prompts with the untrained drafter")
     tau_before = decoded_tau(job.target, job.drafter.eval(), job.prompts, config.eval.max_new_tokens)
     say(f"τ of the drafter as initialised: {tau_before:.3f}")
 

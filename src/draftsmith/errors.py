@@ -7,6 +7,14 @@ class InputError(ValueError):
     exit_code = 1
 
 
+class NothingToTrainOnError(InputError):
+    """No conversation is left. `rejects` are the lines of `rejects.jsonl`, so that their reasons are not lost."""
+
+    def __init__(self, message: str, rejects: list[str]) -> None:
+        super().__init__(message)
+        self.rejects = rejects
+
+
 class ConfigError(InputError):
     """A configuration or an argument is wrong. Exit code 2."""
 

@@ -123,6 +123,12 @@ def test_a_wrong_rollback_is_noticed(target: Target, monkeypatch: pytest.MonkeyP
     assert not report.lossless
 
 
+def test_prompts_that_stop_at_once_are_no_speed_up(target: Target) -> None:
+    first = plain_generate(target, [1, 2, 3], 1).tokens[0]
+    report = evaluate(tiny_target(stop_ids=(first,)), tiny_drafter(), [[1, 2, 3]], 10)
+    assert (report.tau, report.speedup, report.lossless) == (1.0, 1.0, True)
+
+
 def test_evaluate_reports_what_it_decoded(target: Target) -> None:
     report = evaluate(target, tiny_drafter(), PROMPTS, 10)
     assert report.lossless

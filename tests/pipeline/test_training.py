@@ -21,7 +21,8 @@ from draftsmith.drafter.model import RotaryTable
 from draftsmith.errors import ConfigError
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
-from draftsmith.pipeline.checkpoint import Checkpoints
+from draftsmith.pipeline.checkpoint import Checkpoints, _checksum
+from draftsmith.pipeline.journal import cut_metrics
 from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
 
@@ -274,6 +275,75 @@ def test_a_damaged_checkpoint_is_set_aside(demo_config: MakeConfig) -> None:
     assert relative(weights(result.folder, 6), expected) == 0
     assert (result.folder / "checkpoints" / "step-6.damaged").is_dir()
     assert any("damaged" in line for line in quiet.lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("manifest.json", bytes(range(128, 256))),
+        ("manifest.json", b"{}"),
+        ("manifest.json", None),
+        ("state.json", b"{}"),
+        ("drafter.safetensors", b"short"),
+    ],
+    ids=str,
+)
+def test_any_damage_falls_back_to_the_checkpoint_before(
+    demo_config: MakeConfig, name: str, content: bytes | None
+) -> None:
+    result, _, _ = run_training(demo_config(train__steps=4, checkpoint__every=2))
+    checkpoints = Checkpoints(result.folder / "checkpoints", 3)
+    victim = result.folder / "checkpoints" / "step-4" / name
+    victim.unlink() if content is None else victim.write_bytes(content)
+    found = checkpoints.latest(lambda line: None)
+    assert found is not None
+    assert found.state.step == 2
+
+
+@pytest.mark.parametrize("change", [{"step": "4"}, {"step": 3}, {"steps": 4.5}, {"best_tau": "x"}, {"topology": []}])
+def test_a_state_of_wrong_types_is_damage(demo_config: MakeConfig, change: dict[str, Any]) -> None:
+    """Also when the checksums were made to fit."""
+    result, _, _ = run_training(demo_config(train__steps=4, checkpoint__every=2))
+    folder = result.folder / "checkpoints" / "step-4"
+    state = folder / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | change))
+    sums = json.loads((folder / "manifest.json").read_text()) | {"state.json": _checksum(state)}
+    (folder / "manifest.json").write_text(json.dumps(sums))
+    found = Checkpoints(result.folder / "checkpoints", 3).latest(lambda line: None)
+    assert found is not None
+    assert found.state.step == 2
+
+
+def test_resume_with_other_data_or_without_its_config_is_refused(demo_config: MakeConfig, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = Path(demo_config().data.train[0]).read_text().splitlines(keepends=True)
+    data.write_text("".join(lines))
+    config = demo_config(data__train=[str(data)])
+    result, _, _ = run_training(config)
+    shutil.rmtree(result.folder / "draft")
+    data.write_text("".join(reversed(lines)))
+    with pytest.raises(ConfigError, match=r"data\.train .* no longer gives"):
+        run_training(config, resume=True)
+    (result.folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        run_training(config, resume=True)
+
+
+def test_a_damaged_metrics_line_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = b'{"step": 1}\n{broken\n{"step": 2}\n'
+    path.write_bytes(kept + b'{"step": 3}\n{"step": 4')
+    cut_metrics(path, 2)
+    assert path.read_bytes() == kept
+
+
+def test_a_drafter_folder_with_foreign_files_is_replaced(demo_config: MakeConfig) -> None:
+    result, _, _ = run_training(demo_config())
+    (result.folder / "draft" / ".cache" / "hub").mkdir(parents=True)
+    (result.folder / "draft" / "draftsmith.json").unlink()
+    again, _, _ = run_training(demo_config(), resume=True)
+    assert again.finished
+    assert not (result.folder / "draft" / ".cache").exists()
 
 
 def test_nothing_newer_is_deleted(tmp_path: Path, demo_config: MakeConfig) -> None:

@@ -195,3 +195,25 @@ def test_fingerprints_tell_models_and_templates_apart() -> None:
     before = fingerprint(one, tokenizer)
     tokenizer.chat_template += " "
     assert fingerprint(one, tokenizer) != before
+
+
+def test_rotary_kinds_that_depend_on_the_length_are_not_taken_over() -> None:
+    """A table of another length would have other frequencies: trained at one length, served at another."""
+    from transformers import Qwen3Config
+
+    from draftsmith.pipeline.prepare import _rope
+
+    def taken(**rope: object) -> object:
+        return _rope(Qwen3Config(rope_parameters={"rope_theta": 5000.0, **rope}))["rope_type"]
+
+    assert taken(rope_type="dynamic", factor=2.0) == "default"
+    assert taken(rope_type="yarn", factor=2.0) == "yarn"
+    assert taken(rope_type="default") == "default"
+
+
+def test_a_target_whose_cache_cannot_be_rolled_back_is_refused_with_the_reason() -> None:
+    from draftsmith.decode.cache import TargetCache
+
+    target = build(qwen3_5)
+    with pytest.raises(InputError, match="cannot be rolled back"):
+        TargetCache(target.model, target.config)

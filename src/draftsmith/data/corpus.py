@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from draftsmith.data.conversations import Conversation, Prompt, Reject, as_prompt, hold_out, read_conversations
 from draftsmith.data.template import Document, Renderer, Unusable
 from draftsmith.drafter.anchors import eligible_anchors
-from draftsmith.errors import InputError
+from draftsmith.errors import NothingToTrainOnError
 
 MAX_HELD_OUT, HELD_OUT_SHARE = 64, 0.05
 
@@ -23,6 +24,16 @@ class Corpus:
     truncated: int
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of all documents: a run goes on with the data it began with."""
+        digest = sha256()
+        for document in self.documents:
+            digest.update(len(document.tokens_T).to_bytes(8, "little"))
+            digest.update(document.tokens_T.tobytes())
+            digest.update(document.supervised_T.tobytes())
+        return digest.hexdigest()
+
+    @property
     def summary(self) -> str:
         """One line for the log; the numbers add up."""
         assert len(self.documents) + self.held_out_lines + len(self.rejects) == self.read
@@ -32,6 +43,11 @@ class Corpus:
             f"{self.read} conversations = {len(self.documents)} to train on + {self.held_out_lines} held out + "
             f"{len(self.rejects)} rejected; {tokens} tokens, {supervised / max(1, tokens):.0%} supervised, "
             f"{self.truncated} cut at the row length"
+            + (
+                f"; first reject {self.rejects[0].file}:{self.rejects[0].line}: {self.rejects[0].reason}"
+                if self.rejects
+                else ""
+            )
         )
 
 
@@ -48,7 +64,8 @@ def build_corpus(
         hold_out_prompts: split off evaluation prompts, the min(64, 5 %) chats with the smallest content hash.
 
     Raises:
-        InputError: a file cannot be read, or nothing is left to train on.
+        InputError: a file cannot be read.
+        NothingToTrainOnError: nothing is left to train on.
     """
     read, rejects = 0, []
     usable: list[tuple[Conversation, Document]] = []
@@ -71,9 +88,10 @@ def build_corpus(
     held_lines = len(usable) - len(documents)
     if not documents:
         first = f"{rejects[0].file}:{rejects[0].line}: {rejects[0].reason}" if rejects else "none was rejected"
-        raise InputError(
+        raise NothingToTrainOnError(
             f"data.train: {', '.join(files)} leaves nothing to train on: {read} lines read, {len(rejects)} rejected, "
-            f"{held_lines} held out; first reason: {first}"
+            f"{held_lines} held out; first reason: {first}",
+            [reject.to_json() for reject in rejects],
         )
     held_out = tuple(prompt for prompt in prompts.values() if prompt is not None)
     return Corpus(tuple(documents), held_out, tuple(rejects), read, held_lines, truncated)

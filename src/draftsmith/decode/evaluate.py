@@ -106,7 +106,7 @@ def evaluate(
         accept_per_position=acceptance_per_position(drafted, drafter.config.block_size),
         tokens_per_second=speed,
         baseline_tokens_per_second=baseline_speed,
-        speedup=speed / baseline_speed,
+        speedup=speed / baseline_speed if baseline_speed else 1.0,
         lossless=lossless,
         ties=tuple(ties),
         prompts=len(prompts),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,9 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Deletes a flat folder that this program wrote; no error if it is not there."""
+    """Deletes a folder with all that is in it; no error if it is not there."""
     if folder.is_dir():
-        for item in folder.iterdir():
-            item.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 def replace_folder(aside: Path, folder: Path) -> None:

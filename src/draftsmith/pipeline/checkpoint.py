@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +28,8 @@ class TrainState:
     threads: int
     topology: dict[str, list[str]]
     target_batch_rows: int
-    fingerprint: str
+    fingerprint: str  # of the target
+    data_fingerprint: str
     held_out: bool
     best_tau: float | None
     best_step: int | None
@@ -86,19 +88,24 @@ class Checkpoints:
 
 def _read(folder: Path) -> Checkpoint:
     try:
-        sums: dict[str, str] = json.loads((folder / "manifest.json").read_text())
+        sums = json.loads((folder / "manifest.json").read_text())
+        if set(sums) != {"drafter.safetensors", "optimizer.safetensors", "state.json"}:
+            raise InputError(f"checkpoint {folder} is damaged: its manifest names {sorted(sums)}")
         for name, expected in sums.items():
-            if _checksum(folder / Path(name).name) != expected:
+            if _checksum(folder / name) != expected:
                 raise InputError(f"checkpoint {folder} is damaged: {name} does not match its checksum")
-        state = json.loads((folder / "state.json").read_text())
+        state = _STATE.validate_json((folder / "state.json").read_bytes(), strict=True)
+        if folder.name != f"step-{state.step}":
+            raise InputError(f"checkpoint {folder} is damaged: it is of step {state.step}")
         weights, optimizer = load_file(folder / "drafter.safetensors"), load_file(folder / "optimizer.safetensors")
-        return Checkpoint(_state(state), weights, optimizer)
-    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
+        return Checkpoint(state, weights, optimizer)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from None
 
 
-def _state(data: dict[str, Any]) -> TrainState:
-    return TrainState(**{field.name: data[field.name] for field in fields(TrainState) if field.name in data})
+_STATE = TypeAdapter(TrainState)  # a missing key or a wrong type is a ValueError
 
 
 def _checksum(path: Path) -> str:

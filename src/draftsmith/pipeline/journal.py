@@ -79,6 +79,7 @@ class Journal:
             topology={"target": list(job.topology.target), "drafter": list(job.topology.drafter)},
             target_batch_rows=job.config.pipeline.target_batch_rows,
             fingerprint=job.target.fingerprint,
+            data_fingerprint=job.corpus.fingerprint,
             held_out=job.corpus.held_out_lines > 0 or job.config.eval.prompts is None,
             best_tau=self.best_tau,
             best_step=self.best_step,
@@ -93,6 +94,7 @@ class Journal:
         if not config.every or step % config.every or not self.job.prompts:
             return None
         target = self.job.target
+        self.log(f"step {step}: decoding {len(self.job.prompts)} prompts to measure τ")
         drafter = self.drafter if self.drafter.fc.weight.device == target.device else deepcopy(self.drafter)
         tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens)
         if self.best_tau is None or tau >= self.best_tau:
@@ -112,7 +114,7 @@ class Journal:
             "tau": tau,
             "decisions": {d.name: [str(d.value), d.reason] for d in job.decisions},
         }
-        card = model_card(job.config.target.model, self.drafter.config, self.last_step, tau)
+        card = model_card(job.target.spec.path, self.drafter.config, self.last_step, tau)
         save_drafter(
             self.folder / name, self.drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
         )
@@ -125,15 +127,16 @@ def cut_metrics(path: Path, step: int) -> None:
     kept = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or _step_of(line) > step:
+            if not line.endswith(b"\n") or (_step_of(line) or 0) > step:
                 break
             kept += len(line)
     with path.open("rb+") as file:
         file.truncate(kept)
 
 
-def _step_of(line: bytes) -> float:
+def _step_of(line: bytes) -> float | None:
+    """None for a line that somebody has damaged: it is kept like its neighbours."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return None

@@ -1,7 +1,7 @@
 """From a config to a job: everything is read, checked and decided here, before a single thread exists."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
 from draftsmith.data.template import Renderer, choose_mask_token
 from draftsmith.decisions import Decision, Ledger
+from draftsmith.decode.cache import TargetCache
 from draftsmith.drafter.anchors import anchor_count
 from draftsmith.drafter.checkpoint import find_drafter, read_tensors
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
@@ -25,6 +26,8 @@ from draftsmith.pipeline.machine import Machine, this_machine
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.target.capture import check_taps, decoder_layers, default_taps
 from draftsmith.target.load import Target, TargetSpec, load_target
+
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # rotary kinds whose frequencies do not depend on the length
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +65,7 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     known = outline(config, this_machine(), decide, resolved)
     torch.set_num_threads(known.threads)
     target = load_target(known.spec, known.taps, device_of(known.topology.target[0]))
+    TargetCache(target.model, target.config)  # refuses a target that no drafter could serve, before any training
     if known.spec.adapter:
         decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
     renderer = Renderer(target.tokenizer)
@@ -119,13 +123,20 @@ def outline(config: Config, machine: Machine, decide: Ledger, resolved: Resolved
         config.topology.model_dump() if isinstance(config.topology, Devices) else config.topology
     )
     if resolved is not None and wanted == "auto":
-        wanted = resolved.topology
-    topology: Topology = decide(choose_topology(wanted, device, len(machine.devices)))
-    known_threads = config.pipeline.threads or (resolved.threads if resolved is not None else None)
-    threads: int = decide(choose_threads(known_threads, topology, machine.cores))
+        kept = choose_topology(resolved.topology, device, len(machine.devices))
+        topology: Topology = decide(replace(kept, reason="as before the interruption"))
+    else:
+        topology = decide(choose_topology(wanted, device, len(machine.devices)))
+    if resolved is not None and config.pipeline.threads is None:
+        threads: int = decide(Decision("threads per worker", resolved.threads, "as before the interruption"))
+    else:
+        threads = decide(choose_threads(config.pipeline.threads, topology, machine.cores))
     given = config.target
     spec = TargetSpec(given.model, given.revision, given.trust_remote_code, given.adapter)
     target_config = spec.config()
+    limit = getattr(target_config, "max_position_embeddings", None)
+    if limit is not None and config.data.row_tokens > limit:
+        raise ConfigError(f"data.row_tokens is {config.data.row_tokens}, but the target reads at most {limit} tokens")
     taps = decide(choose_taps(config.drafter.taps, target_config.num_hidden_layers))
     return Outline(topology, threads, spec, target_config, taps)
 
@@ -153,7 +164,7 @@ def choose_shape(
     hidden, heads = target_config.hidden_size, target_config.num_attention_heads
     intermediate = config.drafter.intermediate_size or getattr(target_config, "intermediate_size", None)
     if not isinstance(intermediate, int):
-        raise ConfigError("drafter.intermediate_size: the target does not say one (mixture of experts?); set it")
+        raise ConfigError("drafter.intermediate_size: the target's config has no intermediate_size; set it")
     return DrafterConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -177,10 +188,12 @@ def choose_shape(
 def _rope(target_config: Any) -> dict[str, Any]:
     """The target's rotary parameters if a Qwen3 drafter can have them, else plain ones with its base.
 
-    Targets that rotate a part of each head, or differently per layer kind, have no counterpart in the checkpoint.
+    Targets that rotate a part of each head, or differently per layer kind, have no counterpart in the checkpoint; those
+    whose frequencies depend on the sequence's length would be trained at another length than served.
     """
     rope = dict(getattr(target_config, "rope_parameters", None) or {})
-    if not rope or "rope_theta" not in rope or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    plain = rope.get("rope_type", "default") in FIXED_ROPE and rope.get("partial_rotary_factor", 1.0) == 1.0
+    if not plain or "rope_theta" not in rope:
         nested = next((v for v in rope.values() if isinstance(v, Mapping) and "rope_theta" in v), rope)
         return {"rope_type": "default", "rope_theta": float(nested.get("rope_theta", 10_000.0))}
     return rope

@@ -2,7 +2,7 @@
 
 import fcntl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pathlib import Path
 from draftsmith.config import Config, differing_keys, dump_config, load_config
 from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, NothingToTrainOnError
 from draftsmith.nouns import Features
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints
@@ -141,9 +141,12 @@ def train(
     folder = Path(config.run.dir)
     with locked(folder, resume):
         checkpoint = None
+        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         if resume and (folder / "config.yaml").exists():
             check_resume(folder, config)
-            checkpoint = Checkpoints(folder / "checkpoints", config.checkpoint.keep).latest(log)
+            checkpoint = checkpoints.latest(log)
+        elif resume and checkpoints.steps():
+            raise ConfigError(f"resume: {folder} has checkpoints but no config.yaml; put it back, it rules a resume")
         if resume and checkpoint is None:
             log(f"resume: {folder} has no whole checkpoint, starting at step 0")
         state = checkpoint.state if checkpoint else None
@@ -151,7 +154,12 @@ def train(
             log(f"resume: {folder} is finished at step {state.step}, nothing to do")
             return RunResult(folder, state.step, True, state.best_tau, state.best_step)
         if job is None:
-            job = prepare(config, Resolved(state.topology, state.threads, state.held_out) if state else None)
+            resolved = Resolved(state.topology, state.threads, state.held_out) if state else None
+            try:
+                job = prepare(config, resolved)
+            except NothingToTrainOnError as error:
+                write_rejects(folder, error.rejects)
+                raise
         check_capacity(config, job.feature_bytes_per_token)
         check_fingerprint(job, checkpoint)
         write_preamble(folder, job)
@@ -211,21 +219,33 @@ def check_resume(folder: Path, given: Config) -> None:
         if key == "run.dir" or any(key == name.rstrip(".") or key.startswith(name) for name in MAY_DIFFER):
             continue
         raise ConfigError(
-            f"resume: {key} differs from {folder / 'config.yaml'}; only topology, device, checkpoint.* and eval.* may"
+            f"resume: {key} differs from the run's own config; only topology, device, checkpoint.* and eval.* may. "
+            f"Resume with {folder / 'config.yaml'} itself"
         )
 
 
 def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:
-    """A run goes on with the target it began with."""
+    """A run goes on with the target and the data it began with."""
     if checkpoint and checkpoint.state.fingerprint != job.target.fingerprint:
         raise ConfigError(
             f"resume: target.model {job.config.target.model} is not the model (or tokenizer, or template) this run "
             "began with"
         )
+    if checkpoint and checkpoint.state.data_fingerprint != job.corpus.fingerprint:
+        raise ConfigError(
+            f"resume: data.train ({', '.join(job.config.data.train)}) no longer gives the documents this run began "
+            "with; put the files back, or start a new run with drafter.init set to this run's draft folder"
+        )
 
 
 def write_preamble(folder: Path, job: Job) -> None:
     """`config.yaml` with the decisions as comments, and `rejects.jsonl`."""
-    (folder / "config.yaml").write_text(dump_config(job.config, [str(d) for d in job.decisions]), encoding="utf-8")
-    lines = "".join(reject.to_json() + "\n" for reject in job.corpus.rejects)
-    (folder / "rejects.jsonl").write_text(lines, encoding="utf-8")
+    aside = folder / ".config.yaml.new"
+    aside.write_text(dump_config(job.config, [str(d) for d in job.decisions]), encoding="utf-8")
+    aside.replace(folder / "config.yaml")
+    write_rejects(folder, [reject.to_json() for reject in job.corpus.rejects])
+
+
+def write_rejects(folder: Path, lines: Sequence[str]) -> None:
+    """`rejects.jsonl`: file, line and reason of every conversation that was not used."""
+    (folder / "rejects.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")

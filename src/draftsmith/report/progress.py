@@ -45,7 +45,7 @@ class PlainDisplay:
         self._pace = _Pace(steps)
 
     def step(self, record: StepRecord, tau: float | None) -> None:
-        left_s = self._pace.left_s(record.step)
+        left_s = self._pace.left_s(record)
         now = time.monotonic()
         if tau is None and now - self._last < PLAIN_EVERY_S and record.step != self._steps:
             return
@@ -76,7 +76,7 @@ class LiveDisplay:
 
     def step(self, record: StepRecord, tau: float | None) -> None:
         self._tau = self._tau if tau is None else tau
-        self._live.update(self._render(record, self._pace.left_s(record.step)))
+        self._live.update(self._render(record, self._pace.left_s(record)))
 
     def log(self, line: str) -> None:
         self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -96,7 +96,9 @@ class LiveDisplay:
             "channel", f"{channel.used_bytes / 2**20:.1f} of {channel.capacity_bytes / 2**20:.0f} MiB", "", ""
         )
         busy = Text("busy  ") + Text("   ".join(f"{name} {share:.0%}" for name, share in self._shares(gauges)))
-        return Group(ProgressBar(self._steps, record.step, width=60), table, busy)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(self._steps, record.step, width=60))
+        return Group(bar, table, busy)
 
     def _shares(self, gauges: Gauges) -> list[tuple[str, float]]:
         now = time.perf_counter()
@@ -152,18 +154,15 @@ class Displays:
 
 
 class _Pace:
-    """Time left, from the pace since the first step seen."""
+    """Time left, from the steps' own mean time: evaluations and checkpoints in between do not count."""
 
     def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._first: tuple[float, int] | None = None
+        self._steps, self._seen, self._seconds = steps, 0, 0.0
 
-    def left_s(self, step: int) -> float:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (now, step)
-        began, first = self._first
-        return (now - began) / max(1, step - first) * (self._steps - step)
+    def left_s(self, record: StepRecord) -> float:
+        self._seen += 1
+        self._seconds += record.step_s
+        return self._seconds / self._seen * (self._steps - record.step)
 
 
 def _duration(seconds: float) -> str:

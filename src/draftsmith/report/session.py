@@ -19,7 +19,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
-from draftsmith.pipeline.topology import choose_device, device_of
+from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.report.card import launch_lines
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
@@ -50,6 +50,8 @@ def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: 
         result = train(config, resume=resume, stop=stop, listener=listener, log=say, job=job)
     best = f"; best τ {result.best_tau:.3f} at step {result.best_step}" if result.best_tau is not None else ""
     say(f"{'finished' if result.finished else 'stopped'} at step {result.step}: {result.folder}/draft{best}")
+    if not result.finished:
+        say(f"go on with: draftsmith train {result.folder}/config.yaml --resume")
     return result
 
 
@@ -59,7 +61,7 @@ def print_launch_lines(target: str, draft: Path, adapter: str | None = None) -> 
         say(f"serve {target} with {adapter} merged into it (peft: merge_and_unload), not beside it:")
     block_size = DrafterConfig.read(draft).block_size
     for server, line in launch_lines(target, str(draft), block_size).items():
-        say(f"{server}: {line}")
+        say(f"serve it with {server}:\n    {line}")
 
 
 def load_pair(
@@ -96,8 +98,13 @@ def evaluate_and_show(
     adapter: str | None = None,
 ) -> None:
     """`draftsmith eval`."""
-    device = device_of(str(choose_device("auto", len(this_machine().devices)).value))
-    target, drafter = load_pair(target_model, draft, device, adapter)
+    machine = this_machine()
+    kind = str(choose_device("auto", len(machine.devices)).value)
+    topology: Topology = choose_topology("auto", kind, len(machine.devices)).value  # type: ignore[assignment]
+    threads = choose_threads(None, topology, machine.cores)  # as a training run, so that figures can be compared
+    torch.set_num_threads(int(str(threads.value)))
+    say(str(threads))
+    target, drafter = load_pair(target_model, draft, device_of(topology.target[0]), adapter)
     renderer = Renderer(target.tokenizer)
     prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts(prompt_files)]
     report = evaluate_with_status(target, drafter, prompts, max_new_tokens)

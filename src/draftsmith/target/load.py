@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class TargetSpec:
         return str(EMBEDDED_TARGET) if self.model == "demo" else self.model
 
     def _from_pretrained(self, factory: Any, **more: Any) -> Any:
+        if self.path.startswith((".", "/", "~")) and not Path(self.path).is_dir():
+            raise InputError(f"target.model: folder {self.path} does not exist")
         try:
             return factory.from_pretrained(
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
