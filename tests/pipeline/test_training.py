@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from conftest import Quiet, random_documents, row_source, run_training, tiny_drafter
 from draftsmith.config import Config
+from draftsmith.data.template import Renderer
 from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.loss import HeadScaling, block_loss
 from draftsmith.drafter.model import RotaryTable
@@ -23,8 +25,10 @@ from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints, _checksum
 from draftsmith.pipeline.journal import cut_metrics
+from draftsmith.pipeline.prepare import read_corpus
 from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
+from draftsmith.target.load import Target
 
 MakeConfig = Callable[..., Config]
 
@@ -344,6 +348,15 @@ def test_a_drafter_folder_with_foreign_files_is_replaced(demo_config: MakeConfig
     again, _, _ = run_training(demo_config(), resume=True)
     assert again.finished
     assert not (result.folder / "draft" / ".cache").exists()
+
+
+def test_documents_end_where_the_targets_positions_end(demo_config: MakeConfig, demo_target: Target) -> None:
+    """Rows may be longer than the target can read, because documents are read alone; documents may not."""
+    limited = copy(demo_target.config)
+    limited.max_position_embeddings = 100
+    corpus = read_corpus(demo_config(), Renderer(demo_target.tokenizer), 5, limited)
+    assert max(len(document.tokens_T) for document in corpus.documents) == 100
+    assert corpus.truncated > 0
 
 
 def test_nothing_newer_is_deleted(tmp_path: Path, demo_config: MakeConfig) -> None:

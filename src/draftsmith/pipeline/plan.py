@@ -69,7 +69,7 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     shape = choose_shape(config, known.target_config, known.taps, mask_token or UNKNOWN_MASK, embedding_VH.shape[0])
     decide(_start(config, shape, mask_token_known=mask_token is not None))
     decide(choose_gamma(config))
-    document_tokens = _data(config, renderer, mask_token, decide)
+    document_tokens = _data(config, known.target_config, renderer, mask_token, decide)
     weights = sum(parameter.numel() for parameter in model.parameters())
     sizes = sizes_of(config, known, weights, shape, document_tokens)
     decide(Decision("target", f"{weights:,} weights of {sizes.itemsize} bytes", _dtype_reason(known, sizes)))
@@ -105,7 +105,7 @@ def _start(config: Config, shape: DrafterConfig, *, mask_token_known: bool) -> D
     return Decision("drafter start", init, "warm start, its config matches")
 
 
-def _data(config: Config, renderer: Renderer | None, mask_token: int | None, decide: Ledger) -> int:
+def _data(config: Config, target_config: Any, renderer: Renderer | None, mask_token: int | None, decide: Ledger) -> int:
     """Decides rows and steps, counted if data and tokenizer are here. Returns the tokens of all documents."""
     settings = packing_settings(config)
     missing = next((name for name in config.data.train if _missing(name)), None)
@@ -114,7 +114,7 @@ def _data(config: Config, renderer: Renderer | None, mask_token: int | None, dec
         decide(Decision("rows", "not counted", why))
         decide(choose_steps(config, None))
         return 0
-    corpus = read_corpus(config, renderer, mask_token)
+    corpus = read_corpus(config, renderer, mask_token, target_config)
     away = next((name for name in config.eval.prompts or [] if _missing(name)), None)
     if away:
         decide(Decision("evaluation", "not counted", f"file missing: {away}"))

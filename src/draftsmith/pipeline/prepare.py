@@ -76,7 +76,8 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     decide(start_drafter(drafter, config, target))
     gamma: float = decide(choose_gamma(config))
 
-    corpus = read_corpus(config, renderer, mask_token, resolved.held_out if resolved is not None else None)
+    held_out = resolved.held_out if resolved is not None else None
+    corpus = read_corpus(config, renderer, mask_token, known.target_config, held_out)
     prompts = eval_prompts(config, corpus)
     decide(choose_evaluation(config, len(prompts)))
     source = RowSource(corpus.documents, packing_settings(config))
@@ -134,9 +135,6 @@ def outline(config: Config, machine: Machine, decide: Ledger, resolved: Resolved
     given = config.target
     spec = TargetSpec(given.model, given.revision, given.trust_remote_code, given.adapter)
     target_config = spec.config()
-    limit = getattr(target_config, "max_position_embeddings", None)
-    if limit is not None and config.data.row_tokens > limit:
-        raise ConfigError(f"data.row_tokens is {config.data.row_tokens}, but the target reads at most {limit} tokens")
     taps = decide(choose_taps(config.drafter.taps, target_config.num_hidden_layers))
     return Outline(topology, threads, spec, target_config, taps)
 
@@ -236,13 +234,19 @@ def _final_norm(model: Any) -> nn.Module | None:
     return norm if isinstance(norm, nn.Module) else None
 
 
-def read_corpus(config: Config, renderer: Renderer, mask_token: int, hold_out: bool | None = None) -> Corpus:
-    """The data as this config asks for it; `hold_out` is what an interrupted run had decided."""
+def read_corpus(
+    config: Config, renderer: Renderer, mask_token: int, target_config: Any, hold_out: bool | None = None
+) -> Corpus:
+    """The data as this config asks for it; `hold_out` is what an interrupted run had decided.
+
+    Documents are cut at the row's length, or where the target's positions end if that comes first.
+    """
+    positions = getattr(target_config, "max_position_embeddings", None) or config.data.row_tokens
     return build_corpus(
         config.data.train,
         renderer,
         mask_token=mask_token,
-        row_tokens=config.data.row_tokens,
+        row_tokens=min(config.data.row_tokens, positions),
         hold_out_prompts=config.eval.prompts is None if hold_out is None else hold_out,
     )
 
