@@ -56,7 +56,7 @@ def check_data(name: str) -> None:
     items = list(itertools.islice(read_conversations([name]), LOOK_AT))
     if any(isinstance(item, Conversation) for item in items):
         return
-    reason = next((f"{item.file}:{item.line}: {item.reason}" for item in items if isinstance(item, Reject)), "no lines")
+    reason = next((item for item in items if isinstance(item, Reject)), "no lines")
     raise InputError(f"--data {name} holds no conversation in its first {LOOK_AT} lines; first reason: {reason}")
 
 

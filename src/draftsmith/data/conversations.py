@@ -48,6 +48,9 @@ class Reject:
     line: int
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
     def to_json(self) -> str:
         return json.dumps({"file": self.file, "line": self.line, "reason": self.reason}, ensure_ascii=False)
 

@@ -42,12 +42,7 @@ class Corpus:
         return (
             f"{self.read} conversations = {len(self.documents)} to train on + {self.held_out_lines} held out + "
             f"{len(self.rejects)} rejected; {tokens} tokens, {supervised / max(1, tokens):.0%} supervised, "
-            f"{self.truncated} cut at the row length"
-            + (
-                f"; first reject {self.rejects[0].file}:{self.rejects[0].line}: {self.rejects[0].reason}"
-                if self.rejects
-                else ""
-            )
+            f"{self.truncated} cut at the row length" + (f"; first reject {self.rejects[0]}" if self.rejects else "")
         )
 
 
@@ -87,7 +82,7 @@ def build_corpus(
             documents.append(Document(document.tokens_T[:row_tokens], document.supervised_T[:row_tokens]))
     held_lines = len(usable) - len(documents)
     if not documents:
-        first = f"{rejects[0].file}:{rejects[0].line}: {rejects[0].reason}" if rejects else "none was rejected"
+        first = rejects[0] if rejects else "none was rejected"
         raise NothingToTrainOnError(
             f"data.train: {', '.join(files)} leaves nothing to train on: {read} lines read, {len(rejects)} rejected, "
             f"{held_lines} held out; first reason: {first}",

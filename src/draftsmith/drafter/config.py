@@ -141,9 +141,9 @@ class DrafterConfig:
 
         try:
             return cls._parsed(data, nested, need)
+        except InputError:
+            raise
         except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"{source}: a value has the wrong type: {error}") from None
 
     @classmethod

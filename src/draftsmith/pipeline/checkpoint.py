@@ -99,9 +99,9 @@ def _read(folder: Path) -> Checkpoint:
             raise InputError(f"checkpoint {folder} is damaged: it is of step {state.step}")
         weights, optimizer = load_file(folder / "drafter.safetensors"), load_file(folder / "optimizer.safetensors")
         return Checkpoint(state, weights, optimizer)
+    except InputError:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"checkpoint {folder} is damaged: {type(error).__name__}: {error}") from None
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from draftsmith.config import Config
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
+from draftsmith.decisions import Ledger
 from draftsmith.decode.evaluate import EvalReport, evaluate
 from draftsmith.drafter.checkpoint import load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
@@ -98,11 +99,11 @@ def evaluate_and_show(
     adapter: str | None = None,
 ) -> None:
     """`draftsmith eval`."""
-    machine = this_machine()
-    kind = str(choose_device("auto", len(machine.devices)).value)
-    topology: Topology = choose_topology("auto", kind, len(machine.devices)).value  # type: ignore[assignment]
+    machine, decide = this_machine(), Ledger()
+    kind = decide(choose_device("auto", len(machine.devices)))
+    topology: Topology = decide(choose_topology("auto", kind, len(machine.devices)))
     threads = choose_threads(None, topology, machine.cores)  # as a training run, so that figures can be compared
-    torch.set_num_threads(int(str(threads.value)))
+    torch.set_num_threads(decide(threads))
     say(str(threads))
     target, drafter = load_pair(target_model, draft, device_of(topology.target[0]), adapter)
     renderer = Renderer(target.tokenizer)
