@@ -1,9 +1,11 @@
 """Exact attention for all blocks of a row, a chunk of neighbouring blocks at a time. Needs no compiler, any device.
 
-Sorted neighbours share almost the whole of their context, so one fused call over [context up to the chunk's last
-anchor; the chunk's own slots] with a small additive mask does little work in vain, and no mask or score ever covers
-the row's [Q, T] grid: memory is bounded by the chunk. Query groups (GQA) are folded into the chunk's query rows, so
-keys and values are never repeated.
+Sorted neighbours share almost the whole of their context. So a run of chunks first attends to what all its blocks see,
+without a mask, and then each chunk to [the rest of the context up to its last anchor; its own slots] under a small
+additive mask; the two are merged by their log-sum-exp. Where the kernel does not tell the log-sum-exp (not the fused
+CPU one), nothing is shared and a chunk's masked call covers its whole context. No mask or score ever covers the row's
+[Q, T] grid: memory is bounded by the chunk. Query groups (GQA) are folded into the chunk's query rows, so keys and
+values are never repeated.
 """
 
 from collections.abc import Iterator
@@ -12,33 +14,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.drafter.attention.kernels import chunk_backward, chunk_forward
+from draftsmith.drafter.attention.kernels import chunk_backward, chunk_forward, gives_logsumexp
 from draftsmith.drafter.attention.layout import BlockLayout, block_mask, context_mask
 
 CHUNK_SLOTS = 128  # slots per chunk: 16 blocks of 8. Of 64 to 384 the best or within 5 % of it (docs/lab-notebook.md).
+RUN_ROWS = 768  # query rows per run of chunks: from here on the fused CPU kernel uses its largest tiles
 KEPT_MASK_BYTES = 2**24  # masks of a row are kept for all layers, forward and backward, while they are this small
 
 
-class Chunk(NamedTuple):
-    """Neighbouring blocks that share a call."""
+class Shared(NamedTuple):
+    """A run of slots that all see the same context positions: no mask."""
 
-    blocks: slice
     slots: slice  # of the row's Q slots
     keys: slice  # of the row's T context positions
+
+
+class Chunk(NamedTuple):
+    """Neighbouring blocks that share a masked call, over these context positions and their own slots."""
+
+    blocks: slice
+    slots: slice
+    keys: slice
 
 
 class ChunkPlan:
     """How the blocks of a row are cut into chunks, for all layers that share a window. Used by one thread.
 
-    Masks are additive, [1, 1, groups * slots, keys + slots]. They are kept as long as all of them together stay
-    below `KEPT_MASK_BYTES`; beyond, each is built when it is used, so memory stays linear in the row's length.
+    Iterating gives each chunk with its additive mask, [1, 1, groups * slots, keys + slots]; a slot always sees itself,
+    so no line of a mask is empty. Masks are kept as long as all of them together stay below `KEPT_MASK_BYTES`; beyond,
+    each is built when it is used, so memory stays linear in the row's length.
     """
 
     def __init__(self, layout: BlockLayout, groups: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.groups, self.dtype, self.device = layout, groups, dtype, device
-        size, count = layout.block_size, len(layout.anchors)
-        per_chunk = max(1, CHUNK_SLOTS // size)
-        self.chunks = [self._chunk(first, min(first + per_chunk, count)) for first in range(0, count, per_chunk)]
+        self.shared: list[Shared] = []
+        self.chunks: list[Chunk] = []
+        per_chunk, count = max(1, CHUNK_SLOTS // layout.block_size), len(layout.anchors)
+        per_run = per_chunk * max(1, RUN_ROWS // (groups * per_chunk * layout.block_size))
+        for first in range(0, count, per_run):
+            self._add_run(first, min(first + per_run, count), per_chunk)
         self._diagonals: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         numel = sum(groups * _length(c.slots) * (_length(c.keys) + _length(c.slots)) for c in self.chunks)
@@ -53,13 +67,20 @@ class ChunkPlan:
                     self._kept[number] = mask
             yield chunk, mask
 
-    def _chunk(self, first: int, last: int) -> Chunk:
-        layout = self.layout
-        low = layout.starts[first]  # documents lie in order, so the first block's begins first
-        if layout.window is not None:
-            low = max(low, layout.anchors[first] - layout.window + 1)
-        slots = slice(first * layout.block_size, last * layout.block_size)
-        return Chunk(slice(first, last), slots, slice(low, layout.anchors[last - 1]))
+    def _add_run(self, first: int, last: int, per_chunk: int) -> None:
+        layout, size = self.layout, self.layout.block_size
+        one_document = layout.starts[first] == layout.starts[last - 1]
+        shares = one_document and layout.window is None and gives_logsumexp(self.device)
+        if shares:
+            keys = slice(layout.starts[first], layout.anchors[first])
+            self.shared.append(Shared(slice(first * size, last * size), keys))
+        for begin in range(first, last, per_chunk):
+            end = min(begin + per_chunk, last)
+            low = layout.anchors[first] if shares else layout.starts[begin]  # documents lie in order
+            if layout.window is not None:
+                low = max(low, layout.anchors[begin] - layout.window + 1)
+            keys = slice(low, layout.anchors[end - 1])
+            self.chunks.append(Chunk(slice(begin, end), slice(begin * size, end * size), keys))
 
     def _mask(self, chunk: Chunk) -> Tensor:
         blocks, slots, keys = _length(chunk.blocks), _length(chunk.slots), _length(chunk.keys)
@@ -82,51 +103,67 @@ def _length(part: slice) -> int:
 
 
 class _Blockwise(torch.autograd.Function):
-    """Saves the output and one log-sum-exp per chunk; concatenated keys are built again in the backward."""
+    """Saves the output and its log-sum-exp over all that a slot sees, from which each call's gradients follow alone."""
 
     @staticmethod
     def forward(ctx: Any, plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
-        heads, _, dim = q.shape
-        kv_heads = kc.shape[0]
-        folded_q = q.view(kv_heads, heads // kv_heads, -1, dim)
+        folded_q = q.unflatten(0, (kc.shape[0], -1))
         out = torch.empty_like(folded_q)
-        sums: list[Tensor | None] = []
+        sums = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
         for (_, slots, keys), mask in plan:
-            k = torch.cat([kc[:, keys], kb[:, slots]], 1)[None]
-            v = torch.cat([vc[:, keys], vb[:, slots]], 1)[None]
-            chunk, logsumexp = chunk_forward(_fold(folded_q, slots), k, v, mask)
-            out[:, :, slots] = chunk.view(kv_heads, heads // kv_heads, -1, dim)
-            sums.append(logsumexp)
-        ctx.plan, ctx.sums = plan, sums
-        ctx.save_for_backward(q, kc, vc, kb, vb, out)
+            k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
+            part, logsumexp = chunk_forward(_fold(folded_q, slots), k, v, mask)
+            out[:, :, slots] = part.view_as(out[:, :, slots])
+            if logsumexp is not None:
+                sums[:, :, slots] = logsumexp.view_as(sums[:, :, slots])
+        for slots, keys in plan.shared:
+            part, logsumexp = chunk_forward(_fold(folded_q, slots), kc[None, :, keys], vc[None, :, keys], None)
+            _merge(out[:, :, slots], sums[:, :, slots], part, logsumexp)
+        ctx.plan = plan
+        ctx.save_for_backward(q, kc, vc, kb, vb, out, sums)
         return out.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, kc, vc, kb, vb, out = ctx.saved_tensors
-        heads, _, dim = q.shape
-        kv_heads = kc.shape[0]
-        folded_q = q.view(kv_heads, heads // kv_heads, -1, dim)
-        folded_grad = grads[0].reshape(folded_q.shape)
+        q, kc, vc, kb, vb, out, sums = ctx.saved_tensors
+        folded_q, folded_grad = q.view_as(out), grads[0].reshape(out.shape)
         dq, dkb, dvb = torch.empty_like(folded_q), torch.empty_like(kb), torch.empty_like(vb)
         dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
-        for ((_, slots, keys), mask), logsumexp in zip(ctx.plan, ctx.sums, strict=True):
-            k = torch.cat([kc[:, keys], kb[:, slots]], 1)[None]
-            v = torch.cat([vc[:, keys], vb[:, slots]], 1)[None]
-            chunk_q, chunk_k, chunk_v = chunk_backward(
-                _fold(folded_grad, slots), _fold(folded_q, slots), k, v, mask, _fold(out, slots), logsumexp
-            )
-            width = keys.stop - keys.start
-            dq[:, :, slots] = chunk_q.view(kv_heads, heads // kv_heads, -1, dim)
-            dkc[:, keys] += chunk_k[0, :, :width]
-            dvc[:, keys] += chunk_v[0, :, :width]
-            dkb[:, slots], dvb[:, slots] = chunk_k[0, :, width:], chunk_v[0, :, width:]
+
+        def gradients(slots: slice, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            rows = (_fold(x, slots) for x in (folded_grad, folded_q, out, sums))
+            return chunk_backward(*rows, k, v, mask)
+
+        for (_, slots, keys), mask in ctx.plan:
+            k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
+            part_q, part_k, part_v = gradients(slots, k, v, mask)
+            dq[:, :, slots] = part_q.view_as(dq[:, :, slots])
+            width = _length(keys)
+            dkc[:, keys] += part_k[0, :, :width]
+            dvc[:, keys] += part_v[0, :, :width]
+            dkb[:, slots], dvb[:, slots] = part_k[0, :, width:], part_v[0, :, width:]
+        for slots, keys in ctx.plan.shared:
+            part_q, part_k, part_v = gradients(slots, kc[None, :, keys], vc[None, :, keys], None)
+            dq[:, :, slots] += part_q.view_as(dq[:, :, slots])
+            dkc[:, keys] += part_k[0]
+            dvc[:, keys] += part_v[0]
         return None, dq.view_as(q), dkc, dvc, dkb, dvb
 
 
+def _joined(context: Tensor, keys: slice, slots_GQD: Tensor, slots: slice) -> Tensor:
+    return torch.cat([context[:, keys], slots_GQD[:, slots]], 1)[None]
+
+
 def _fold(x: Tensor, slots: slice) -> Tensor:
-    """[G, groups, Q, D] -> [1, G, groups * slots, D]: the query heads of a group become more rows of one head."""
-    return x[:, :, slots].reshape(1, x.shape[0], -1, x.shape[-1])
+    """[G, groups, Q, ...] -> [1, G, groups * slots, ...]: the query heads of a group become more rows of one head."""
+    return x[:, :, slots].flatten(1, 2)[None]
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, logsumexp: Tensor) -> None:
+    """Adds what other keys gave: two softmax averages, weighted by their exponential sums. In place."""
+    more = logsumexp.view_as(sums)
+    out.lerp_(part.view_as(out), torch.sigmoid(more - sums)[..., None].to(out.dtype))
+    torch.logaddexp(sums, more, out=sums)
 
 
 def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:

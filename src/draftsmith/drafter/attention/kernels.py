@@ -30,23 +30,32 @@ def fused_cpu_available() -> bool:
 _FUSED_CPU = fused_cpu_available()
 
 
-def chunk_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Output [1, G, q, D] and what the backward needs besides it (the log-sum-exp, or None)."""
-    if _FUSED_CPU and q.device.type == "cpu":
+def gives_logsumexp(device: torch.device) -> bool:
+    """Does `chunk_forward` on this device return the log-sum-exp, so that calls over different keys can be merged?"""
+    return _FUSED_CPU and device.type == "cpu"
+
+
+def chunk_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Output [1, G, q, D] and its log-sum-exp [1, G, q], or None where the kernel does not tell it."""
+    if gives_logsumexp(q.device):
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)
         return out, logsumexp
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), None
 
 
 def chunk_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, logsumexp: Tensor | None
+    grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values for `chunk_forward`."""
-    if logsumexp is not None:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    """Gradients of queries, keys and values for `chunk_forward`.
+
+    If `out` and `logsumexp` are those over more keys than these, the gradients are these keys' share of the whole.
+    Without the fused kernel neither is read.
+    """
+    if gives_logsumexp(q.device):
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logsumexp, 0.0, False, attn_mask=mask
         )
-        return grads[0], grads[1], grads[2]
+        return dq, dk, dv
     with torch.enable_grad():
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
         dq, dk, dv = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (q, k, v), grad)
