@@ -4,8 +4,8 @@ Sorted neighbours share almost the whole of their context. So a run of chunks fi
 without a mask, and then each chunk to [the rest of the context up to its last anchor; its own slots] under a small
 additive mask; the two are merged by their log-sum-exp. Where the kernel does not tell the log-sum-exp (not the fused
 CPU one), nothing is shared and a chunk's masked call covers its whole context. No mask or score ever covers the row's
-[Q, T] grid: memory is bounded by the chunk. Query groups (GQA) are folded into the chunk's query rows, so keys and
-values are never repeated.
+[Q, T] grid: memory is bounded by the chunk. The query heads of a key head (GQA) become neighbouring rows of one head,
+slot by slot, so keys and values are never repeated and the rows of any slots are a view.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ KEPT_MASK_BYTES = 2**24  # masks of a row are kept for all layers, forward and b
 class Shared(NamedTuple):
     """A run of slots that all see the same context positions: no mask."""
 
-    slots: slice  # of the row's Q slots
+    rows: slice  # of the Q * groups query rows
     keys: slice  # of the row's T context positions
 
 
@@ -33,14 +33,15 @@ class Chunk(NamedTuple):
     """Neighbouring blocks that share a masked call, over these context positions and their own slots."""
 
     blocks: slice
-    slots: slice
+    slots: slice  # of the row's Q slots
+    rows: slice
     keys: slice
 
 
 class ChunkPlan:
     """How the blocks of a row are cut into chunks, for all layers that share a window. Used by one thread.
 
-    Iterating gives each chunk with its additive mask, [1, 1, groups * slots, keys + slots]; a slot always sees itself,
+    Iterating gives each chunk with its additive mask, [1, 1, slots * groups, keys + slots]; a slot always sees itself,
     so no line of a mask is empty. Masks are kept as long as all of them together stay below `KEPT_MASK_BYTES`; beyond,
     each is built when it is used, so memory stays linear in the row's length.
     """
@@ -68,31 +69,33 @@ class ChunkPlan:
             yield chunk, mask
 
     def _add_run(self, first: int, last: int, per_chunk: int) -> None:
-        layout, size = self.layout, self.layout.block_size
+        layout, size, rows = self.layout, self.layout.block_size, self.layout.block_size * self.groups
         one_document = layout.starts[first] == layout.starts[last - 1]
         shares = one_document and layout.window is None and gives_logsumexp(self.device)
         if shares:
             keys = slice(layout.starts[first], layout.anchors[first])
-            self.shared.append(Shared(slice(first * size, last * size), keys))
+            self.shared.append(Shared(slice(first * rows, last * rows), keys))
         for begin in range(first, last, per_chunk):
             end = min(begin + per_chunk, last)
             low = layout.anchors[first] if shares else layout.starts[begin]  # documents lie in order
             if layout.window is not None:
                 low = max(low, layout.anchors[begin] - layout.window + 1)
             keys = slice(low, layout.anchors[end - 1])
-            self.chunks.append(Chunk(slice(begin, end), slice(begin * size, end * size), keys))
+            slots = slice(begin * size, end * size)
+            self.chunks.append(Chunk(slice(begin, end), slots, slice(begin * rows, end * rows), keys))
 
     def _mask(self, chunk: Chunk) -> Tensor:
         blocks, slots, keys = _length(chunk.blocks), _length(chunk.slots), _length(chunk.keys)
         if blocks not in self._diagonals:
-            seen = block_mask(self.layout, blocks, self.device).view(blocks, -1, slots)
+            seen = block_mask(self.layout, blocks, self.device).view(blocks, -1, 1, slots)
             self._diagonals[blocks] = self._additive(seen)
         mask = torch.empty(
-            self.groups, blocks, self.layout.block_size, keys + slots, dtype=self.dtype, device=self.device
+            blocks, self.layout.block_size, self.groups, keys + slots, dtype=self.dtype, device=self.device
         )
-        mask[..., :keys] = self._additive(context_mask(self.layout, chunk.blocks, chunk.keys, self.device))
+        seen = context_mask(self.layout, chunk.blocks, chunk.keys, self.device)
+        mask[..., :keys] = self._additive(seen)[:, :, None]
         mask[..., keys:] = self._diagonals[blocks]
-        return mask.view(1, 1, self.groups * slots, keys + slots)
+        return mask.view(1, 1, slots * self.groups, keys + slots)
 
     def _additive(self, seen: Tensor) -> Tensor:
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
@@ -103,71 +106,61 @@ def _length(part: slice) -> int:
 
 
 class _Blockwise(torch.autograd.Function):
-    """Saves the output and its log-sum-exp over all that a slot sees, from which each call's gradients follow alone."""
+    """Queries and output are [G, Q * groups, D]. Saves the output and its log-sum-exp over all that a slot sees: from
+    these the gradients of each call follow alone."""
 
     @staticmethod
     def forward(ctx: Any, plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
-        folded_q = q.unflatten(0, (kc.shape[0], -1))
-        out = torch.empty_like(folded_q)
+        out = torch.empty_like(q)
         sums = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
-        for (_, slots, keys), mask in plan:
+        for (_, slots, rows, keys), mask in plan:
             k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
-            part, logsumexp = chunk_forward(_fold(folded_q, slots), k, v, mask)
-            out[:, :, slots] = part.view_as(out[:, :, slots])
+            out[None, :, rows], logsumexp = chunk_forward(q[None, :, rows], k, v, mask)
             if logsumexp is not None:
-                sums[:, :, slots] = logsumexp.view_as(sums[:, :, slots])
-        for slots, keys in plan.shared:
-            part, logsumexp = chunk_forward(_fold(folded_q, slots), kc[None, :, keys], vc[None, :, keys], None)
-            _merge(out[:, :, slots], sums[:, :, slots], part, logsumexp)
+                sums[None, :, rows] = logsumexp
+        for rows, keys in plan.shared:
+            part, logsumexp = chunk_forward(q[None, :, rows], kc[None, :, keys], vc[None, :, keys], None)
+            assert logsumexp is not None, "nothing is shared without a log-sum-exp"
+            _merge(out[:, rows], sums[:, rows], part[0], logsumexp[0])
         ctx.plan = plan
         ctx.save_for_backward(q, kc, vc, kb, vb, out, sums)
-        return out.view_as(q)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, kc, vc, kb, vb, out, sums = ctx.saved_tensors
-        folded_q, folded_grad = q.view_as(out), grads[0].reshape(out.shape)
-        dq, dkb, dvb = torch.empty_like(folded_q), torch.empty_like(kb), torch.empty_like(vb)
+        grad = grads[0].contiguous()
+        dq, dkb, dvb = torch.empty_like(q), torch.empty_like(kb), torch.empty_like(vb)
         dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
-
-        def gradients(slots: slice, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-            rows = (_fold(x, slots) for x in (folded_grad, folded_q, out, sums))
-            return chunk_backward(*rows, k, v, mask)
-
-        for (_, slots, keys), mask in ctx.plan:
+        for (_, slots, rows, keys), mask in ctx.plan:
+            queries = (x[None, :, rows] for x in (grad, q, out, sums))
             k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
-            part_q, part_k, part_v = gradients(slots, k, v, mask)
-            dq[:, :, slots] = part_q.view_as(dq[:, :, slots])
-            width = _length(keys)
-            dkc[:, keys] += part_k[0, :, :width]
-            dvc[:, keys] += part_v[0, :, :width]
-            dkb[:, slots], dvb[:, slots] = part_k[0, :, width:], part_v[0, :, width:]
-        for slots, keys in ctx.plan.shared:
-            part_q, part_k, part_v = gradients(slots, kc[None, :, keys], vc[None, :, keys], None)
-            dq[:, :, slots] += part_q.view_as(dq[:, :, slots])
-            dkc[:, keys] += part_k[0]
-            dvc[:, keys] += part_v[0]
-        return None, dq.view_as(q), dkc, dvc, dkb, dvb
+            dq[None, :, rows], dk, dv = chunk_backward(*queries, k, v, mask)
+            width = keys.stop - keys.start
+            dkc[:, keys] += dk[0, :, :width]
+            dvc[:, keys] += dv[0, :, :width]
+            dkb[:, slots], dvb[:, slots] = dk[0, :, width:], dv[0, :, width:]
+        for rows, keys in ctx.plan.shared:
+            queries = (x[None, :, rows] for x in (grad, q, out, sums))
+            more_dq, dk, dv = chunk_backward(*queries, kc[None, :, keys], vc[None, :, keys], None)
+            dq[:, rows] += more_dq[0]
+            dkc[:, keys] += dk[0]
+            dvc[:, keys] += dv[0]
+        return None, dq, dkc, dvc, dkb, dvb
 
 
-def _joined(context: Tensor, keys: slice, slots_GQD: Tensor, slots: slice) -> Tensor:
-    return torch.cat([context[:, keys], slots_GQD[:, slots]], 1)[None]
-
-
-def _fold(x: Tensor, slots: slice) -> Tensor:
-    """[G, groups, Q, ...] -> [1, G, groups * slots, ...]: the query heads of a group become more rows of one head."""
-    return x[:, :, slots].flatten(1, 2)[None]
+def _joined(context: Tensor, keys: slice, own: Tensor, slots: slice) -> Tensor:
+    return torch.cat([context[:, keys], own[:, slots]], 1)[None]
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, logsumexp: Tensor) -> None:
     """Adds what other keys gave: two softmax averages, weighted by their exponential sums. In place."""
-    more = logsumexp.view_as(sums)
-    out.lerp_(part.view_as(out), torch.sigmoid(more - sums)[..., None].to(out.dtype))
-    torch.logaddexp(sums, more, out=sums)
+    out.lerp_(part, torch.sigmoid(logsumexp - sums)[..., None].to(out.dtype))
+    torch.logaddexp(sums, logsumexp, out=sums)
 
 
 def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
-    """Attention output [A, Q, D] of every slot of the row.
+    """Attention output [A, Q, D] of every slot of the row; in memory [Q, A, D], as the next projection wants it.
 
     Args:
         plan: the row's anchors and this layer's window, cut into chunks for A / G query heads per key head.
@@ -175,6 +168,7 @@ def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: 
         kc, vc: keys (rotated) and values of the context features, [G, T, D]; G divides A.
         kb, vb: keys (rotated) and values of the slots, [G, Q, D].
     """
-    q, kc, kb = (tensor.to(vc.dtype) for tensor in (q.contiguous(), kc, kb))
-    out: Tensor = _Blockwise.apply(plan, q, kc, vc, kb, vb)  # type: ignore[no-untyped-call]
-    return out
+    q, kc, kb = (tensor.to(vc.dtype) for tensor in (q, kc, kb))
+    rows = q.unflatten(0, (kc.shape[0], -1)).transpose(1, 2).flatten(1, 2).contiguous()
+    out: Tensor = _Blockwise.apply(plan, rows, kc, vc, kb, vb)  # type: ignore[no-untyped-call]
+    return out.unflatten(1, (-1, plan.groups)).transpose(0, 1).flatten(1, 2).transpose(0, 1)
