@@ -81,6 +81,32 @@ def test_chunk_borders_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         assert difference(c, 3) <= 1e-5
 
 
+def test_what_a_run_of_chunks_shares_is_merged_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short runs of two chunks, so that most cases have runs inside one document, and others across documents."""
+    monkeypatch.setattr(blockwise, "CHUNK_SLOTS", 8)
+    monkeypatch.setattr(blockwise, "RUN_ROWS", 32)
+    sharing = 0
+    for seed in CASES:
+        c = case(seed)
+        where = BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"])
+        plan = ChunkPlan(where, c["heads"] // c["kv_heads"], torch.float32, torch.device("cpu"))
+        sharing += len(plan.shared) > 1 and len(plan.chunks) > len(plan.shared)
+        assert difference(c, seed) <= 1e-5
+    assert sharing >= 3
+
+
+def test_a_run_shares_only_what_its_first_block_sees() -> None:
+    """Blocks of one document share up to the run's first anchor; a window, or two documents in a run, share nothing."""
+
+    def shared(anchors: tuple[int, ...], starts: tuple[int, ...], window: int | None) -> list[slice]:
+        layout = BlockLayout(anchors, starts, 4, window)
+        return [keys for _, keys in ChunkPlan(layout, 2, torch.float32, torch.device("cpu")).shared]
+
+    assert shared((13, 15, 20), (10, 10, 10), None) == [slice(10, 13)]
+    assert shared((13, 15, 20), (10, 10, 10), 50) == []
+    assert shared((3, 15, 20), (0, 10, 10), None) == []
+
+
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -50,10 +50,9 @@ class ChunkPlan:
         self.layout, self.groups, self.dtype, self.device = layout, groups, dtype, device
         self.shared: list[Shared] = []
         self.chunks: list[Chunk] = []
-        per_chunk, count = max(1, CHUNK_SLOTS // layout.block_size), len(layout.anchors)
-        per_run = per_chunk * max(1, RUN_ROWS // (groups * per_chunk * layout.block_size))
+        per_run, count = max(1, RUN_ROWS // (groups * layout.block_size)), len(layout.anchors)
         for first in range(0, count, per_run):
-            self._add_run(first, min(first + per_run, count), per_chunk)
+            self._add_run(first, min(first + per_run, count))
         self._diagonals: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         numel = sum(groups * _length(c.slots) * (_length(c.keys) + _length(c.slots)) for c in self.chunks)
@@ -68,20 +67,20 @@ class ChunkPlan:
                     self._kept[number] = mask
             yield chunk, mask
 
-    def _add_run(self, first: int, last: int, per_chunk: int) -> None:
+    def _add_run(self, first: int, last: int) -> None:
         layout, size, rows = self.layout, self.layout.block_size, self.layout.block_size * self.groups
         one_document = layout.starts[first] == layout.starts[last - 1]
         shares = one_document and layout.window is None and gives_logsumexp(self.device)
         if shares:
             keys = slice(layout.starts[first], layout.anchors[first])
             self.shared.append(Shared(slice(first * rows, last * rows), keys))
-        for begin in range(first, last, per_chunk):
-            end = min(begin + per_chunk, last)
+        step = max(1, CHUNK_SLOTS // size)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
             low = layout.anchors[first] if shares else layout.starts[begin]  # documents lie in order
             if layout.window is not None:
                 low = max(low, layout.anchors[begin] - layout.window + 1)
-            keys = slice(low, layout.anchors[end - 1])
-            slots = slice(begin * size, end * size)
+            keys, slots = slice(low, layout.anchors[end - 1]), slice(begin * size, end * size)
             self.chunks.append(Chunk(slice(begin, end), slots, slice(begin * rows, end * rows), keys))
 
     def _mask(self, chunk: Chunk) -> Tensor:
@@ -106,8 +105,8 @@ def _length(part: slice) -> int:
 
 
 class _Blockwise(torch.autograd.Function):
-    """Queries and output are [G, Q * groups, D]. Saves the output and its log-sum-exp over all that a slot sees: from
-    these the gradients of each call follow alone."""
+    """Queries and output are [1, G, Q * groups, D], keys and values [1, G, T or Q, D]. Saves the output and its
+    log-sum-exp over all that a slot sees: from these the gradients of each call follow alone."""
 
     @staticmethod
     def forward(ctx: Any, plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:
@@ -115,13 +114,14 @@ class _Blockwise(torch.autograd.Function):
         sums = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
         for (_, slots, rows, keys), mask in plan:
             k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
-            out[None, :, rows], logsumexp = chunk_forward(q[None, :, rows], k, v, mask)
+            part, logsumexp = chunk_forward(_at(q, rows), k, v, mask)
+            _at(out, rows).copy_(part)
             if logsumexp is not None:
-                sums[None, :, rows] = logsumexp
+                _at(sums, rows).copy_(logsumexp)
         for rows, keys in plan.shared:
-            part, logsumexp = chunk_forward(q[None, :, rows], kc[None, :, keys], vc[None, :, keys], None)
+            part, logsumexp = chunk_forward(_at(q, rows), _at(kc, keys), _at(vc, keys), None)
             assert logsumexp is not None, "nothing is shared without a log-sum-exp"
-            _merge(out[:, rows], sums[:, rows], part[0], logsumexp[0])
+            _merge(_at(out, rows), _at(sums, rows), part, logsumexp)
         ctx.plan = plan
         ctx.save_for_backward(q, kc, vc, kb, vb, out, sums)
         return out
@@ -132,25 +132,32 @@ class _Blockwise(torch.autograd.Function):
         grad = grads[0].contiguous()
         dq, dkb, dvb = torch.empty_like(q), torch.empty_like(kb), torch.empty_like(vb)
         dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
+
+        def gradients(rows: slice, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            return chunk_backward(_at(grad, rows), _at(q, rows), _at(out, rows), _at(sums, rows), k, v, mask)
+
         for (_, slots, rows, keys), mask in ctx.plan:
-            queries = (x[None, :, rows] for x in (grad, q, out, sums))
-            k, v = _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots)
-            dq[None, :, rows], dk, dv = chunk_backward(*queries, k, v, mask)
+            part, dk, dv = gradients(rows, _joined(kc, keys, kb, slots), _joined(vc, keys, vb, slots), mask)
+            _at(dq, rows).copy_(part)
             width = keys.stop - keys.start
-            dkc[:, keys] += dk[0, :, :width]
-            dvc[:, keys] += dv[0, :, :width]
-            dkb[:, slots], dvb[:, slots] = dk[0, :, width:], dv[0, :, width:]
+            for d, context, own in (dk, dkc, dkb), (dv, dvc, dvb):
+                _at(context, keys).add_(d[:, :, :width])
+                _at(own, slots).copy_(d[:, :, width:])
         for rows, keys in ctx.plan.shared:
-            queries = (x[None, :, rows] for x in (grad, q, out, sums))
-            more_dq, dk, dv = chunk_backward(*queries, kc[None, :, keys], vc[None, :, keys], None)
-            dq[:, rows] += more_dq[0]
-            dkc[:, keys] += dk[0]
-            dvc[:, keys] += dv[0]
+            part, dk, dv = gradients(rows, _at(kc, keys), _at(vc, keys), None)
+            _at(dq, rows).add_(part)
+            _at(dkc, keys).add_(dk)
+            _at(dvc, keys).add_(dv)
         return None, dq, dkc, dvc, dkb, dvb
 
 
+def _at(x: Tensor, part: slice) -> Tensor:
+    """These rows, or keys, of [1, G, ..., D]: a view."""
+    return x.narrow(2, part.start, part.stop - part.start)
+
+
 def _joined(context: Tensor, keys: slice, own: Tensor, slots: slice) -> Tensor:
-    return torch.cat([context[:, keys], own[:, slots]], 1)[None]
+    return torch.cat([_at(context, keys), _at(own, slots)], 2)
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, logsumexp: Tensor) -> None:
@@ -169,6 +176,7 @@ def blockwise_attention(plan: ChunkPlan, q: Tensor, kc: Tensor, vc: Tensor, kb: 
         kb, vb: keys (rotated) and values of the slots, [G, Q, D].
     """
     q, kc, kb = (tensor.to(vc.dtype) for tensor in (q, kc, kb))
-    rows = q.unflatten(0, (kc.shape[0], -1)).transpose(1, 2).flatten(1, 2).contiguous()
-    out: Tensor = _Blockwise.apply(plan, rows, kc, vc, kb, vb)  # type: ignore[no-untyped-call]
-    return out.unflatten(1, (-1, plan.groups)).transpose(0, 1).flatten(1, 2).transpose(0, 1)
+    kv_heads, (heads, slots, dim) = kc.shape[0], q.shape
+    rows = q.reshape(kv_heads, plan.groups, slots, dim).transpose(1, 2).reshape(kv_heads, -1, dim)
+    out: Tensor = _Blockwise.apply(plan, *(x[None] for x in (rows, kc, vc, kb, vb)))  # type: ignore[no-untyped-call]
+    return out.view(kv_heads, slots, plan.groups, dim).transpose(0, 1).reshape(slots, heads, dim).transpose(0, 1)
