@@ -1,0 +1,171 @@
+"""Everything that PyTorch does not document and the guard needs, in one file, for the versions it was tested with.
+
+Names move between versions; `load_compiler` refuses a version that lacks one instead of guarding half.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx._symbolic_trace
+from torch import nn
+
+_symbolic_trace: Any = torch.fx._symbolic_trace
+TESTED = ((2, 11), (2, 16))  # from the first, below the second
+
+
+class UnsupportedTorch(RuntimeError):
+    """This PyTorch lacks something the guard relies on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracingState:
+    """What tracing changes for the whole process (on some versions for the thread)."""
+
+    fx_flag: bool  # asked on every call of compiled code
+    compiling_flag: bool  # what torch.compiler.is_compiling() says, also to eager code
+    module_call: Any  # nn.Module.__call__ and __getattr__, patched by FX while it traces
+    module_getattr: Any
+    patcher: Any
+
+
+def tracing_state() -> TracingState:
+    """As this thread sees it now."""
+    return TracingState(
+        fx_flag=_fx_flag(),
+        compiling_flag=bool(torch.compiler._is_compiling_flag),
+        module_call=nn.Module.__call__,
+        module_getattr=nn.Module.__getattr__,
+        patcher=getattr(_symbolic_trace, "CURRENT_PATCHER", None),
+    )
+
+
+def restore(state: TracingState) -> None:
+    """Sets everything back. Only for a thread that knows itself alone."""
+    if flag_is_thread_local():
+        _symbolic_trace._set_is_fx_tracing(state.fx_flag)
+    else:
+        _symbolic_trace._is_fx_tracing_flag = state.fx_flag
+    torch.compiler._is_compiling_flag = state.compiling_flag
+    nn.Module.__call__, nn.Module.__getattr__ = state.module_call, state.module_getattr  # type: ignore[method-assign]
+    if hasattr(_symbolic_trace, "CURRENT_PATCHER"):
+        _symbolic_trace.CURRENT_PATCHER = state.patcher
+
+
+def damage(healthy: TracingState) -> list[str]:
+    """What differs now from `healthy`, in words."""
+    now = tracing_state()
+    words = {
+        "fx_flag": "the FX tracing flag is on",
+        "compiling_flag": "torch.compiler.is_compiling() says yes",
+        "module_call": "nn.Module.__call__ is patched",
+        "module_getattr": "nn.Module.__getattr__ is patched",
+        "patcher": "an FX patcher is installed",
+    }
+    return [text for name, text in words.items() if getattr(now, name) != getattr(healthy, name)]
+
+
+def flag_is_thread_local() -> bool:
+    """Does each thread have a tracing flag of its own (torch >= 2.14)?"""
+    return hasattr(_symbolic_trace, "_get_is_fx_tracing")
+
+
+def _fx_flag() -> bool:
+    if flag_is_thread_local():
+        return bool(_symbolic_trace._get_is_fx_tracing())
+    return bool(_symbolic_trace._is_fx_tracing_flag)
+
+
+def load_compiler() -> None:
+    """Imports the compiler, which several threads must not do at once, and checks that this version is a known one.
+
+    Raises:
+        UnsupportedTorch: outside the tested range, or a name is missing.
+    """
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = TESTED
+    if not low <= version < high:
+        raise UnsupportedTorch(
+            f"torch {torch.__version__}: the compile guard was tested with {low[0]}.{low[1]} up to, not including, "
+            f"{high[0]}.{high[1]}; install one of these"
+        )
+    for module, names in {
+        "torch._dynamo": ("run", "reset"),
+        "torch._dynamo.config": ("recompile_limit", "accumulated_recompile_limit", "suppress_errors"),
+        "torch._dynamo.callback": ("callback_handler",),
+        "torch._dynamo.exc": ("FailOnRecompileLimitHit",),
+        "torch._dynamo.utils": ("counters",),
+        "torch._functorch.config": ("force_non_lazy_backward_lowering",),
+        "torch._inductor.compile_fx": (),
+    }.items():
+        loaded = importlib.import_module(module)
+        missing = [name for name in names if not hasattr(loaded, name)]
+        if missing:
+            raise UnsupportedTorch(
+                f"torch {torch.__version__} has no {module}.{missing[0]}; the compile guard needs it"
+            )
+
+
+def run_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the compiled code of `function` where there is some for these arguments, else `function` itself, eagerly.
+
+    Never traces. It looks up what `torch.compile` of the same code object has compiled.
+    """
+    import torch._dynamo
+
+    runner: Callable[..., Any] = torch._dynamo.run(function)
+    return runner
+
+
+@contextmanager
+def compile_settings(recompile_limit: int) -> Iterator[None]:
+    """Settings of a compilation: the limit (config is thread-local since 2.12, so it is set where it is needed), and
+    the backward compiled at once instead of at the first backward, which runs on a thread of autograd's."""
+    import torch._dynamo
+    import torch._functorch.config
+
+    with ExitStack() as settings:
+        settings.enter_context(
+            torch._dynamo.config.patch(
+                recompile_limit=recompile_limit,
+                accumulated_recompile_limit=max(recompile_limit, torch._dynamo.config.accumulated_recompile_limit),
+                suppress_errors=False,
+            )
+        )
+        settings.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+        yield
+
+
+def is_limit_error(error: BaseException) -> bool:
+    """Has the compiler refused because of the recompile limit?"""
+    import torch._dynamo.exc
+
+    return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def on_compilation(callback: Callable[[], None]) -> None:
+    """Calls back at the start of every compilation of the process, whoever asked for it, also of a late backward."""
+    import torch._dynamo.callback
+
+    torch._dynamo.callback.callback_handler.register_start_callback(lambda arguments: callback())
+
+
+def cache_counters() -> dict[str, int]:
+    """How often the compiler's disk caches were hit and missed so far in this process."""
+    import torch._dynamo.utils
+
+    counters = torch._dynamo.utils.counters
+    return {
+        "hit": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+        "miss": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+    }
+
+
+def reset_compiler() -> None:
+    """Forgets all compiled code. Crashes the process if another thread is inside compiled code."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
