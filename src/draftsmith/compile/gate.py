@@ -122,9 +122,10 @@ class Gate:
             self._changed.notify_all()
 
     def inside(self) -> list[str]:
-        """Names of the threads inside, for reports."""
+        """Names of the threads inside now: those that share, or the one that is alone."""
         with self._changed:
-            return [hold.thread.name for hold in self._holds if hold.count or hold is self.writer]
+            alone = [self.writer] if self.writer is not None else []
+            return [hold.thread.name for hold in [h for h in self._holds if h.count] or alone]
 
     def _acquire(self, mine: Hold, what: str) -> None:
         with self._changed:

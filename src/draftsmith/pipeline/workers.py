@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from draftsmith.compile import guard
 from draftsmith.data.packing import RowSource
 from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.loss import LossSum, block_loss
@@ -163,12 +164,13 @@ class DrafterWorker:
             for index in self.rows_of(step, replicas):
                 features = self.channel.take(index)
                 with self.clock.busy():
-                    blocks, hidden_QH = self.forward(features)
-                    loss = block_loss(hidden_QH, blocks, self.head_VH, self.drafter.config.head_scaling)
-                    loss.loss.backward()  # type: ignore[no-untyped-call]
+                    with guard.shared():
+                        blocks, hidden_QH = self.forward(features)
+                        loss = block_loss(hidden_QH, blocks, self.head_VH, self.drafter.config.head_scaling)
+                    loss.loss.backward()  # type: ignore[no-untyped-call]  # enters the guard itself where it must
                     totals.add(features, blocks, loss)
             sums = self.sync.reduce(self.replica, self.gradients, totals.vector(self.head_VH.device))
-            with self.clock.busy():
+            with self.clock.busy(), guard.shared():  # optimizers ask whether somebody compiles, too
                 lr, grad_norm = self.update(step, sums[1])
             if self.replica == 0:
                 record(self.step_record(step, sums, lr, grad_norm, time.perf_counter() - began))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.embedded import TARGET as EMBEDDED_TARGET
+from draftsmith.compile import guard
 from draftsmith.errors import InputError
 from draftsmith.target.capture import TapCapture, concatenated, decoder_layers
 
@@ -116,7 +117,7 @@ class Target:
         result: list[Tensor | None] = [None] * len(documents)
         for group in _groups_by_length([len(d) for d in documents]):
             ids = nn.utils.rnn.pad_sequence([documents[i] for i in group], batch_first=True).to(self.device)
-            with torch.no_grad(), self.capture.collect(stop_after_last=True) as states:
+            with guard.shared(), torch.no_grad(), self.capture.collect(stop_after_last=True) as states:
                 self.model(input_ids=ids, use_cache=False)
             hidden_DTF = concatenated(states)
             for place, i in enumerate(group):
