@@ -1,6 +1,7 @@
 """The gate: alone means alone, shared means together, whoever waits gets in, and nobody waits for ever."""
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -122,7 +123,7 @@ def test_who_waits_to_share_gets_in_between_two_exclusive_holds() -> None:
     join(compilers)
     done.set()
     join(reader)
-    between = sum(1 for a, b in zip(holds, holds[1:], strict=False) if a == "exclusive" and b == "shared")
+    between = sum(1 for a, b in itertools.pairwise(holds) if a == "exclusive" and b == "shared")
     assert holds.count("exclusive") == 120
     assert between > 60  # phase-fair: about one for each hold; an unfair gate gives a handful
 
@@ -164,9 +165,9 @@ def test_the_time_limit_names_the_holder(holder_shares: bool, waiter_shares: boo
 
     threads = start(stuck_in_here)
     wait_until(lambda: gate.inside() == ["worker-0"])
-    with pytest.raises(GateTimeout, match=r"waited 0.2 s.*worker-0.*stuck_in_here") as caught:
-        with gate.mine() if waiter_shares else gate.exclusive("mine"):
-            pytest.fail("got in beside an exclusive holder")
+    named = pytest.raises(GateTimeout, match=r"waited 0.2 s.*worker-0.*stuck_in_here")
+    with named as caught, gate.mine() if waiter_shares else gate.exclusive("mine"):
+        pytest.fail("got in beside an exclusive holder")
     if not holder_shares:
         assert "compiling something" in str(caught.value)
     leave.set()

@@ -10,6 +10,7 @@ and eager models read a wrong `torch.compiler.is_compiling()` (docs/compile-race
         hidden = model(tokens)
     with guard.exclusive("exporting"):          # around other tracers: torch.export, torch.fx, make_fx
         program = torch.export.export(model, (tokens,))
+    guard.install()                             # other people's torch.compile is alone from now on, too
 
 Never hold it around `backward()`: recomputation enters the guard from autograd's own thread.
 """
@@ -65,7 +66,7 @@ class Guard:
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._gate = Gate(time_limit_s)
         self._count = 0
-        self._counting = False
+        self._installed = False
         self.compilations: list[Compilation] = []  # by guarded functions, in order
 
     @property
@@ -118,22 +119,33 @@ class Guard:
             ValueError: the function is compiled already.
             UnsupportedTorch: the guard does not know this version.
         """
-        with self.exclusive("loading the compiler"):
-            self.count_compilations()
+        self.install()
+        with self.exclusive("making a compiled function"):
             return Compiled(self, function, recompile_limit, options)
 
+    def install(self) -> None:
+        """From now on every compilation of the process is alone and counted, also of code that does not know the guard.
+
+        Loads the compiler, which several threads must not do at once. More calls do nothing.
+
+        Raises:
+            UnsupportedTorch: the guard does not know this version.
+        """
+        with self.exclusive("loading the compiler"):
+            if not self._installed:
+                private.load_compiler()
+                private.on_compilation(self._counted)
+                private.compile_alone(self.exclusive)
+                self._installed = True
+
     def count_compilations(self) -> int:
-        """Compilations of the whole process since the first call, guarded or not."""
-        if not self._counting:
-            private.load_compiler()
-            private.on_compilation(self._counted)
-            self._counting = True
+        """Compilations of the whole process since `install`, guarded or not."""
         return self._count
 
     def reset(self) -> None:
         """Forgets all compiled code of the process, alone, because `torch.compiler.reset` crashes beside callers."""
+        self.install()
         with self.exclusive("resetting the compiler"):
-            private.load_compiler()
             private.reset_compiler()
 
     def inside(self) -> list[str]:
@@ -259,8 +271,8 @@ def _cache_word(before: dict[str, int], after: dict[str, int]) -> str:
 _process = Guard()
 """The guard of this process. Two guards would be none."""
 
-shared, exclusive, compile, reset = _process.shared, _process.exclusive, _process.compile, _process.reset
-count_compilations = _process.count_compilations
+shared, exclusive, compile, install = _process.shared, _process.exclusive, _process.compile, _process.install
+count_compilations, reset = _process.count_compilations, _process.reset
 
 
 def process_guard() -> Guard:
@@ -269,4 +281,4 @@ def process_guard() -> Guard:
 
 
 __all__ = ["Compilation", "Compiled", "GateTimeout", "Guard", "RecompileLimitError", "UncompiledError"]
-__all__ += ["compile", "count_compilations", "exclusive", "process_guard", "reset", "shared"]
+__all__ += ["compile", "count_compilations", "exclusive", "install", "process_guard", "reset", "shared"]

@@ -4,8 +4,9 @@ Names move between versions; `load_compiler` refuses a version that lacks one in
 """
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,7 @@ def load_compiler() -> None:
         )
     for module, names in {
         "torch._dynamo": ("run", "reset"),
+        "torch._dynamo.convert_frame": ("compile_lock",),
         "torch._dynamo.config": ("recompile_limit", "accumulated_recompile_limit", "suppress_errors"),
         "torch._dynamo.callback": ("callback_handler",),
         "torch._dynamo.exc": ("FailOnRecompileLimitHit",),
@@ -107,6 +109,34 @@ def load_compiler() -> None:
             raise UnsupportedTorch(
                 f"torch {torch.__version__} has no {module}.{missing[0]}; the compile guard needs it"
             )
+
+
+class _AloneLock:
+    """Stands in for the lock that the compiler takes around every compilation and `torch._dynamo.reset`, whoever asked
+    for it. It takes the guard first, so code that never heard of the guard compiles alone, too."""
+
+    def __init__(self, own: AbstractContextManager[Any], exclusive: Callable[[str], AbstractContextManager[None]]):
+        self._own, self._exclusive = own, exclusive
+        self._open = threading.local()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._exclusive("compiling"))
+            stack.enter_context(self._own)
+            self._open.stacks = [*getattr(self._open, "stacks", []), stack.pop_all()]
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.stacks.pop().__exit__(*error)
+
+
+def compile_alone(exclusive: Callable[[str], AbstractContextManager[None]]) -> None:
+    """From now on every compilation of this process is inside `exclusive`. Once per process; more calls do nothing."""
+    import torch._dynamo.convert_frame as convert_frame
+
+    own: Any = convert_frame.compile_lock
+    if not isinstance(own, _AloneLock):
+        with exclusive("installing the compile guard"), own:
+            convert_frame.compile_lock = _AloneLock(own, exclusive)  # type: ignore[assignment]
 
 
 def run_only(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.compile import guard
 from draftsmith.config import Config, differing_keys, dump_config, load_config
 from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
@@ -94,6 +95,7 @@ class Run:
 
     def run(self, on_failure: Callable[[Failure], None]) -> None:
         """Runs all workers to the end, to a stop request, or to the first failure (raised)."""
+        guard.install()
         crew = Crew(self._release)
         replicas = len(self.drafters)
         bodies: list[tuple[str, Callable[[], None]]] = [

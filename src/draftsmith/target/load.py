@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.embedded import TARGET as EMBEDDED_TARGET
 from draftsmith.compile import guard
+from draftsmith.embedded import TARGET as EMBEDDED_TARGET
 from draftsmith.errors import InputError
 from draftsmith.target.capture import TapCapture, concatenated, decoder_layers
 
