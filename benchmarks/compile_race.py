@@ -153,7 +153,7 @@ class TargetThread:
                 if len(hidden) != len(self.wanted) or not all(map(torch.equal, hidden, self.wanted)):
                     self.tally.add("wrong_features")
             except BaseException as error:  # noqa: BLE001
-                self.tally.failed("wrong_features", error)
+                self.tally.failed("failed_forwards", error)
             time.sleep(0.001)
 
 
@@ -170,7 +170,7 @@ def trace_all_the_time(way: Way, tally: Tally, done: threading.Event) -> None:
                 tally.add("wrong_graphs")
         except BaseException as error:  # noqa: BLE001
             tally.failed("wrong_graphs", error)
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def count_dense_flex(tally: Tally) -> None:
@@ -200,7 +200,8 @@ def race(way: Way) -> dict[str, Any]:
     others = [threading.Thread(target=target.run, args=(done,), name=f"target-{i}") for i, target in enumerate(targets)]
     others.append(threading.Thread(target=trace_all_the_time, args=(way, tally, done), name="tracer"))
     run_threads([threading.Thread(target=d.run, name=f"drafter-{d.number}") for d in drafters], others, done)
-    names = ("calls", "failures", "eager_runs", "wrong_results", "forwards", "wrong_features", "traces", "wrong_graphs")
+    names = ["calls", "failures", "eager_runs", "wrong_results", "forwards", "failed_forwards", "wrong_features"]
+    names += ["traces", "wrong_graphs"]
     result: dict[str, Any] = {f"{way.name}_{name}": tally.counts[name] for name in names}
     result[f"damaged_after_{way.name}"] = private.damage(healthy)
     result[f"{way.name}_errors"] = dict(tally.errors.most_common(5))

@@ -40,7 +40,7 @@ def test_training_beside_a_thread_that_compiles(demo_config: Callable[..., Confi
 
 
 def test_every_target_forward_is_inside_the_guard(demo_target: Target) -> None:
-    """Since torch 2.13 an eager model reads another thread's compilation as its own (features then differ, silently)."""
+    """Since torch 2.13 an eager model takes another thread's compilation for its own; features then differ silently."""
     inside: list[list[str]] = []
     watch = demo_target.model.register_forward_pre_hook(lambda *_: inside.append(guard.process_guard().inside()))
     demo_target.features([torch.arange(5)])
