@@ -6,7 +6,6 @@ PyTorch has no backward of flex attention on the CPU. Gradients are checked thro
 
 import random
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from torch.nn.attention import flex_attention as library
 from conftest import random_documents, row_source, tiny_drafter
 from dense import dense_attention, dense_mask
 from draftsmith.compile import guard
+from draftsmith.compile.warmup import Signature, warm_up
 from draftsmith.drafter.anchors import make_blocks
-from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout, flex
+from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout
 from draftsmith.drafter.attention.flex import build_mask, flex_backend, whole_tiles
 from draftsmith.drafter.config import FULL, SLIDING
 from draftsmith.drafter.loss import block_loss
@@ -105,8 +105,17 @@ def compiled() -> Backend:
 
 @torch.no_grad()
 def test_the_compiled_forward_is_dense_and_blockwise_for_every_row(compiled: Backend) -> None:
-    """Full and sliding layers, several documents, grouped heads, padding; one compilation for all of them."""
+    """Full and sliding layers, several documents, grouped heads, padding: all of them warmed up by another row."""
     before = guard.count_compilations()
+
+    def attend_once() -> None:
+        layout = BlockLayout((1,), (0,), SIZE, None)
+        compiled.attend(compiled.plan(layout, 2, torch.float32, CPU), *tensors(SIZE, 2, 0))
+
+    first, again = warm_up([Signature("first", attend_once), Signature("again", attend_once)])
+    assert (first.cache in ("miss", "hit"), len(first.compilations)) == (True, 1)
+    assert (again.cache, again.compilations) == ("warm", ())
+    assert first.seconds > 10 * again.seconds
     for seed in range(16):
         layout, tokens = row(seed)
         inputs = tensors(len(layout.anchors) * SIZE, tokens, seed)
@@ -121,10 +130,8 @@ def test_the_compiled_forward_is_dense_and_blockwise_for_every_row(compiled: Bac
 
 
 @pytest.fixture
-def front_end(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """A backend that traces and differentiates as on CUDA, but runs plain operators."""
-    monkeypatch.setattr(library, "_validate_device", lambda query, key, value: None)
-    monkeypatch.setattr(flex.guard, "compile", partial(guard.compile, backend="aot_eager"))
+def front_end(flex_in_plain_operators: None) -> Backend:
+    """A backend that traces and differentiates as on CUDA."""
     return flex_backend(ROW_TOKENS, ROW_ANCHORS)
 
 

@@ -50,7 +50,7 @@ def flex_backend(row_tokens: int, row_anchors: int) -> Backend:
         out: Tensor = compiled(_padded([q], [plan.slots]), keys, values, block_mask=plan.mask, enable_gqa=True)
         return out[0, :, : q.shape[1]]
 
-    return Backend(plan, attend)
+    return Backend(plan, attend, compiles=True)
 
 
 def whole_tiles(length: int) -> int:
