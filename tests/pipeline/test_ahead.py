@@ -36,7 +36,8 @@ def losses(quiet: Quiet) -> list[float]:
 
 def small(demo_config: MakeConfig, **changes: Any) -> Config:
     values = {
-        "topology": "2+2", "pipeline__threads": 1, "train__steps": 3, "train__rows_per_step": 2, "data__row_tokens": 128,
+        "topology": "2+2", "pipeline__threads": 1, "train__steps": 3, "train__rows_per_step": 2,
+        "data__row_tokens": 128,
         "drafter__layer_types": ["full_attention", "sliding_attention"], "drafter__sliding_window": 20,
     }  # fmt: skip
     return demo_config(**(values | changes))
