@@ -5,7 +5,7 @@ the timer and keys are not repeated (`enable_gqa`). The two alternate; times are
 process of its own per variant, above what the process held before the step. FLOPs count linear layers 6 per weight and
 token (the frozen head 4), attention 3.5 times its forward over visible pairs only, and no recomputation.
 
-    python benchmarks/attention.py [--json F] [--long]
+    python benchmarks/attention.py [--json F] [--long | --recompute]
 """
 
 import argparse
@@ -57,8 +57,8 @@ class Case:
     embedding_VH: Tensor
     rotary: RotaryTable
 
-    def drafter(self, backend: Backend) -> Drafter:
-        drafter = Drafter(self.config, backend)
+    def drafter(self, backend: Backend, *, checkpointing: bool = False) -> Drafter:
+        drafter = Drafter(self.config, backend, checkpointing=checkpointing)
         random_init(drafter, 0)
         return drafter
 
@@ -89,12 +89,12 @@ class Case:
         return 6.0 * (slots * per_slot * len(c.layer_types) + tokens * context) + head + attention
 
 
-def make_case(tokens: int, anchors: int) -> Case:
+def make_case(tokens: int, anchors: int, layers: int = 2) -> Case:
     random = torch.Generator().manual_seed(0)
     config = DrafterConfig(
         hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
         vocab_size=4096, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=40960, attention_bias=False, layer_types=(FULL, FULL), sliding_window=None,
+        max_position_embeddings=40960, attention_bias=False, layer_types=(FULL,) * layers, sliding_window=None,
         block_size=16, target_layer_ids=(1, 2, 3, 4, 5), num_target_layers=8, mask_token_id=0,
     )  # fmt: skip
     picked = 1 + torch.randperm(tokens - 17, generator=random)[:anchors].sort().values
@@ -137,6 +137,17 @@ def measure(tokens: int, anchors: int) -> dict[str, Any]:
     }
 
 
+def measure_recomputation() -> None:
+    """Five layers with and without `drafter.checkpointing: layer`."""
+    tokens, anchors = SHAPES[0]
+    case = make_case(tokens, anchors, 5)
+    plain, thrifty = (case.drafter(BLOCKWISE, checkpointing=layer) for layer in (False, True))
+    case.step(plain), case.step(thrifty)
+    times = [(case.step(plain), case.step(thrifty)) for _ in range(REPEATS)]
+    for name, step_s in zip(("none", "layer"), map(statistics.median, zip(*times, strict=True)), strict=True):
+        print(f"checkpointing {name}: {step_s:.2f} s, peak {peak_memory(tokens, anchors, name):.0f} MiB")
+
+
 def gemm_gflops(size: int = 2048) -> float:
     """The machine's fp32 matrix product, now."""
     a = torch.randn(size, size)
@@ -154,8 +165,9 @@ def peak_memory(tokens: int, anchors: int, variant: str) -> float:
 
 def step_memory(variant: str, tokens: int, anchors: int) -> float:
     """Runs one step and returns its peak, from the kernel's own high-water mark (Linux)."""
-    case = make_case(tokens, anchors)
-    drafter = case.drafter(BLOCKWISE if variant == "blockwise" else dense_backend(case.dense_mask()))
+    case = make_case(tokens, anchors, 5 if variant in ("none", "layer") else 2)
+    backend = dense_backend(case.dense_mask()) if variant == "dense" else BLOCKWISE
+    drafter = case.drafter(backend, checkpointing=variant == "layer")
     case.rotary.at(case.row.positions_T)
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
@@ -172,12 +184,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--long", action="store_true", help="memory of rows up to 32 K tokens, blockwise only")
+    parser.add_argument("--recompute", action="store_true", help="time and memory of five layers, each computed twice")
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     if options.memory:
         variant, tokens, anchors = options.memory
         print(step_memory(variant, int(tokens), int(anchors)))
+        return
+    if options.recompute:
+        measure_recomputation()
         return
     if options.long:
         for tokens, anchors in LONG_SHAPES:

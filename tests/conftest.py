@@ -4,6 +4,7 @@ import gzip
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch.nn.attention import flex_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import embedded
+from draftsmith.compile import guard
 from draftsmith.config import Config, parse_config
 from draftsmith.data.packing import PackingSettings, RowSource
 from draftsmith.data.template import Document
+from draftsmith.drafter.attention import flex
 from draftsmith.drafter.config import FULL, DrafterConfig
 from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
@@ -34,6 +38,14 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def demo_target() -> Target:
     return load_target(TargetSpec("demo"), (1, 2, 4, 6, 7), torch.device("cpu"))
+
+
+@pytest.fixture
+def flex_in_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets flex attention train on the CPU: the compiler's front end traces and differentiates it as on CUDA, and plain
+    operators run the graph. PyTorch has no compiled backward there, and needs no C++ compiler for this."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
+    monkeypatch.setattr(flex.guard, "compile", partial(guard.compile, backend="aot_eager"))
 
 
 def tiny_config(**changes: Any) -> DrafterConfig:

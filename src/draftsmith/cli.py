@@ -65,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--machine", type=Path, metavar="FILE", help="plan for the machine this file describes")
     train.set_defaults(command=_train)
 
+    warmup = commands.add_parser("warmup", help="compile ahead what a run needs, on every device")
+    warmup.add_argument("config", type=Path, metavar="CONFIG")
+    warmup.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key of the config")
+    warmup.set_defaults(command=_warmup)
+
     start = commands.add_parser("init", help="write a commented config that trains")
     start.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
     start.add_argument("--data", required=True, nargs="+", metavar="F", help="JSONL files of conversations")
@@ -133,6 +138,16 @@ def _plan(options: argparse.Namespace) -> int:
     print_plan(plan)
     if plan.refusal:
         raise InputError(plan.refusal)
+    return 0
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from draftsmith.config import load_config
+
+    config = load_config(options.config, options.set)
+    from draftsmith.report.session import warm_up_and_show
+
+    warm_up_and_show(config)
     return 0
 
 

@@ -66,6 +66,12 @@ class DrafterSection(Section):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
         None, description="kind of each layer; default: all full"
     )
+    attention: Literal["auto", "blockwise", "flex"] = Field(
+        "auto", description="how training attends; flex: compiled, CUDA only; auto: flex on CUDA, else blockwise"
+    )
+    checkpointing: Literal["none", "layer"] = Field(
+        "none", description="layer: keep only layer inputs for the backward and compute each layer twice"
+    )
 
 
 class TrainSection(Section):

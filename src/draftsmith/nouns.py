@@ -82,3 +82,4 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     time: float  # wall clock, seconds since the epoch
+    compiles_after_warmup: int  # of the whole process so far; 0 in a healthy run

@@ -20,7 +20,7 @@ from draftsmith.errors import ConfigError, InputError
 from draftsmith.pipeline.machine import Device, Machine, described_machine, this_machine
 from draftsmith.pipeline.memory import Sizes, activations, memory_table, totals
 from draftsmith.pipeline.plan import Plan, make_plan
-from draftsmith.pipeline.prepare import check_capacity, prepare
+from draftsmith.pipeline.prepare import check_capacity, choose_attention, prepare
 from draftsmith.pipeline.topology import Topology
 from draftsmith.report.plan import print_plan
 from draftsmith.target.load import TargetSpec
@@ -89,8 +89,9 @@ def test_the_memory_of_a_drafter_device(qwen3: Config) -> None:
     queries, keys, mlp = (4 + 2 + 2 * 2) * QUERIES + 4 * 32, (4 + 2 + 2) * KEYS, 2 * 4 * I
     layer = SLOTS * (norms + queries + keys + mlp) + T * (keys + 4 * 8)
     ends = SLOTS * (4 + 5 * 2) * H + T * (4 + 2) * H + (SLOTS + T) * (4 + 2 * 4 * D)
-    reach = T + 128
     labels = 128
+    padded = 32 * SLOTS + 2 * 8 * (T + SLOTS)  # 512 blocks and 3,072 tokens are whole tiles already
+    tables = 4 * (4 * SLOTS + 4 * (SLOTS // 128) * ((T + SLOTS) // 128))
     assert sizes_at(plan, "cuda:5") == {
         "drafter weights": 4 * DRAFTER,
         "gradients": 4 * DRAFTER,
@@ -100,13 +101,40 @@ def test_the_memory_of_a_drafter_device(qwen3: Config) -> None:
         "features of the row": 2 * T * 5 * H,
         "activations": 5 * layer + ends,
         "backward": SLOTS * (2 * 3 * I + 4 * 3 * H) + 4 * 5 * H * H,
-        "attention chunk and masks": 2**24 + 2 * 4 * 128 * reach + 4 * 2 * reach * KEYS,
+        "attention gradients and tables": 2 * 2 * padded * D + tables,
         "loss chunk": labels * V * (4 + 2 + 2),
         "embedding and head": 2 * V * H * 2,
         "CUDA context": GIB,
     }
     assert sizes_at(plan, "cuda:5") == sizes_at(plan, "cuda:7")
     assert set(totals(plan.memory)) == {"host", *(f"cuda:{n}" for n in range(8))}
+
+
+def test_blockwise_attention_is_counted_by_its_chunks(qwen3: Config) -> None:
+    drafter = qwen3.drafter.model_copy(update={"attention": "blockwise"})
+    reach = T + 128
+    found = sizes_at(make_plan(qwen3.model_copy(update={"drafter": drafter}), h100()), "cuda:5")
+    assert found["attention chunk and masks"] == 2**24 + 2 * 4 * 128 * reach + 4 * 2 * reach * KEYS
+
+
+def test_flex_is_counted_as_it_pads(qwen3: Config) -> None:
+    """One block or token more is a tile more."""
+    data = qwen3.data.model_copy(update={"row_tokens": T + 1, "row_anchors": N + 1})
+    sizes = make_plan(qwen3.model_copy(update={"data": data}), h100()).sizes
+    assert (sizes.row_slots, sizes.row_context) == (SLOTS + 128, T + 128)
+
+
+def test_attention_is_chosen_with_a_reason(qwen3: Config, demo_config: MakeConfig) -> None:
+    assert decided(make_plan(qwen3, h100()))["attention"] == (
+        "flex",
+        "CUDA: one compiled kernel for all blocks of a row",
+    )
+    value, reason = decided(make_plan(demo_config(), this_machine()))["attention"]
+    assert (value, "no backward on the CPU" in reason) == ("blockwise", True)
+    with pytest.raises(ConfigError, match=r"drafter\.attention: flex cannot train here: .* no backward on the CPU"):
+        make_plan(demo_config(drafter__attention="flex"), this_machine())
+    small, cuda = tiny_drafter().config.head_dim, Topology(("cuda:0",), ("cuda:0",))
+    assert "takes no heads of 8" in choose_attention(qwen3, cuda, small).reason
 
 
 def test_the_memory_of_the_host(qwen3: Config) -> None:
@@ -246,17 +274,36 @@ def test_a_target_larger_than_a_device_is_refused_with_sizes(qwen3: Config) -> N
     assert make_plan(qwen3, h100(gib=enough)).refusal is None
 
 
-def test_what_would_fit_does_fit(qwen3: Config) -> None:
-    refusal = make_plan(qwen3, h100(gib=31)).refusal
+@pytest.mark.parametrize(
+    ("settings", "gib", "begins", "first"),
+    [
+        ([], 31, "cuda:5 needs 30.8 GiB and has 31.0 GiB (29.4 usable); largest: activations 8.1", "drafter.checkp"),
+        (
+            ["drafter.checkpointing=layer", "data.row_tokens=12288", "data.row_anchors=2048"],
+            36, "cuda:5 needs 35.9 GiB and has 36.0 GiB (34.2 usable)", "data.row_tokens=",
+        ),
+    ],
+    ids=["recompute", "shorter rows"],
+)  # fmt: skip
+def test_what_would_fit_does_fit(qwen3: Config, settings: list[str], gib: int, begins: str, first: str) -> None:
+    path = Path("examples/qwen3-8b.yaml")
+    refusal = make_plan(load_config(path, settings), h100(gib=gib)).refusal
     assert refusal is not None
-    assert refusal.startswith("cuda:5 needs 30.6 GiB and has 31.0 GiB (29.4 usable); largest: activations 8.1")
+    assert refusal.startswith(begins)
     assert "\n" not in refusal
     change, _, machine = refusal.partition("would fit: ")[2].partition(", or devices of at least ")
     overrides = change.split()
-    assert overrides[0].startswith("data.row_tokens=")
-    smaller = load_config(Path("examples/qwen3-8b.yaml"), [*overrides, "data.anchor_density=0.16"])
-    assert make_plan(smaller, h100(gib=31)).refusal is None
-    assert make_plan(qwen3, h100(gib=int(machine.removesuffix(" GiB")))).refusal is None
+    assert overrides[0].startswith(first)
+    assert make_plan(load_config(path, [*settings, *overrides]), h100(gib=gib)).refusal is None
+    assert make_plan(load_config(path, settings), h100(gib=int(machine.removesuffix(" GiB")))).refusal is None
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_layer(qwen3: Config) -> None:
+    drafter = qwen3.drafter.model_copy(update={"checkpointing": "layer"})
+    thrifty = sizes_at(make_plan(qwen3.model_copy(update={"drafter": drafter}), h100()), "cuda:5")
+    plain = sizes_at(make_plan(qwen3, h100()), "cuda:5")
+    one = 2 * (4 + 2) * H + 4 * 42 + 10 * QUERIES + 4 * 32 + 8 * KEYS + 8 * I
+    assert plain["activations"] - thrifty["activations"] == 4 * (SLOTS * one + T * (8 * KEYS + 32)) - 5 * SLOTS * 2 * H
 
 
 def test_a_host_that_is_too_small_is_told_fewer_workers(demo_config: MakeConfig) -> None:

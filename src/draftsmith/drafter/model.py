@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from draftsmith.compile import guard
 from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.nouns import Blocks
@@ -128,11 +130,14 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable model. One row (or one decoded sequence) at a time; there is no batch dimension."""
+    """The trainable model. One row (or one decoded sequence) at a time; there is no batch dimension.
 
-    def __init__(self, config: DrafterConfig, backend: Backend = BLOCKWISE) -> None:
+    With `checkpointing` a layer keeps only its input for the backward, which computes the layer once more.
+    """
+
+    def __init__(self, config: DrafterConfig, backend: Backend = BLOCKWISE, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.checkpointing = config, backend, checkpointing
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, index) for index in range(len(config.layer_types)))
@@ -154,8 +159,9 @@ class Drafter(nn.Module):
 
     def run_layers(self, hidden_QH: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """All layers and the final norm: [Q, H] -> [Q, H], ready for the target's head."""
+        run = _recomputed if self.checkpointing and torch.is_grad_enabled() else _guarded
         for layer in self.stack:
-            hidden_QH = layer(hidden_QH, rotation, attend)
+            hidden_QH = run(layer, hidden_QH, rotation, attend)
         out: Tensor = self.norm(hidden_QH)
         return out
 
@@ -173,24 +179,43 @@ class Drafter(nn.Module):
         """
         context_TH = self.context(features_TF)
         rotation_T = rotary.at(positions_T)
-        context = [layer.context(context_TH, rotation_T) for layer in self.stack]
-        plans = self._plans(blocks, context[0][1])
+        plans: dict[int | None, Any] = {}  # one per window that occurs among the layers
 
         def attend(layer: int, q_AQD: Tensor, keys_GQD: Tensor, values_GQD: Tensor) -> Tensor:
-            context_keys_GTD, context_values_GTD = context[layer]
-            plan = plans[self.config.window(layer)]
-            return self.backend.attend(plan, q_AQD, context_keys_GTD, context_values_GTD, keys_GQD, values_GQD)
+            window = self.config.window(layer)
+            if window not in plans:
+                plans[window] = self._plan(blocks, window, values_GQD)
+            context_keys_GTD, context_values_GTD = self.stack[layer].context(context_TH, rotation_T)
+            return self.backend.attend(plans[window], q_AQD, context_keys_GTD, context_values_GTD, keys_GQD, values_GQD)
 
         hidden_QH = self.embed(blocks.tokens_NB.flatten(), embedding_VH)
         return self.run_layers(hidden_QH, rotary.at(blocks.positions_NB.flatten()), attend)
 
-    def _plans(self, blocks: Blocks, like: Tensor) -> dict[int | None, Any]:
-        """One plan per window that occurs among the layers."""
+    def _plan(self, blocks: Blocks, window: int | None, like: Tensor) -> Any:
         config = self.config
-        groups = config.num_attention_heads // config.num_key_value_heads
-        windows = {config.window(index) for index in range(len(config.layer_types))}
-        layouts = {w: BlockLayout(blocks.anchors, blocks.starts, config.block_size, w) for w in windows}
-        return {w: self.backend.plan(layout, groups, like.dtype, like.device) for w, layout in layouts.items()}
+        layout = BlockLayout(blocks.anchors, blocks.starts, config.block_size, window)
+        return self.backend.plan(
+            layout, config.num_attention_heads // config.num_key_value_heads, like.dtype, like.device
+        )
+
+
+def _guarded(layer: DraftLayer, hidden_QH: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    """A layer as eager model code beside a compiler. The backward calls it too, from whichever thread autograd uses."""
+    with guard.shared():
+        out: Tensor = layer(hidden_QH, rotation, attend)
+    return out
+
+
+def _recomputed(layer: DraftLayer, hidden_QH: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    """`_guarded`, once now and once more in the backward, with nothing in between kept.
+
+    Never re-entrant: that variant runs a backward inside the backward, and since the first layer's input is a frozen
+    embedding, no layer would get a gradient. Nothing here draws random numbers, so no generator is rewound.
+    """
+    out: Tensor = checkpoint(
+        _guarded, layer, hidden_QH, rotation, attend, use_reentrant=False, preserve_rng_state=False
+    )
+    return out
 
 
 class RotaryTable:

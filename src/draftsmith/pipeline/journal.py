@@ -44,12 +44,16 @@ class Journal:
         self.best_step = start.best_step if start else None
         self.last_step = start.step if start else 0
         self.saved_step = start.step if start else None
+        self.compiles_after_warmup = 0
         cut_metrics(folder / "metrics.jsonl", self.last_step)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     def record(self, record: StepRecord) -> None:
         """One step has ended on all replicas."""
         self.last_step = record.step
+        if record.compiles_after_warmup and not self.compiles_after_warmup:
+            self.log(f"warning: step {record.step} compiled something that the warm-up had not; it may be slow")
+        self.compiles_after_warmup = record.compiles_after_warmup
         tau = self._evaluate(record.step)
         line = asdict(record) | ({"tau": tau} if tau is not None else {})
         self._metrics.write(json.dumps(line) + "\n")

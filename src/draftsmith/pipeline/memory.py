@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from draftsmith.drafter.attention.blockwise import CHUNK_SLOTS, KEPT_MASK_BYTES
+from draftsmith.drafter.attention.flex import TILE, whole_tiles
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.loss import chunk_labels
 from draftsmith.pipeline.topology import Topology
@@ -51,10 +52,23 @@ class Sizes:
     channel_bytes: int
     eval_tokens: int  # longest sequence that evaluation decodes, 0: it decodes none
     document_tokens: int = 0
+    attention: str = "blockwise"
+    checkpointing: str = "none"
 
     @property
     def cuda(self) -> bool:
         return self.topology.target[0].startswith("cuda")
+
+    @property
+    def row_slots(self) -> int:
+        """Q of the largest row, as attention pads it."""
+        slots = self.row_anchors * self.shape.block_size
+        return whole_tiles(slots) if self.attention == "flex" else slots
+
+    @property
+    def row_context(self) -> int:
+        """T of the largest row, as attention pads it."""
+        return whole_tiles(self.row_tokens) if self.attention == "flex" else self.row_tokens
 
     @property
     def row_bytes(self) -> int:
@@ -198,13 +212,18 @@ def activations(sizes: Sizes) -> tuple[str, int, str]:
     shape, (c, n) = sizes.shape, _bytes(sizes)
     layers, hidden, mlp = len(shape.layer_types), shape.hidden_size, shape.intermediate_size
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    slots, tokens = sizes.row_anchors * shape.block_size, sizes.row_tokens
+    slots, tokens = sizes.row_slots, sizes.row_context
     per_slot = (2 * n + 2 * c) * hidden + 4 * c * mlp + ((n + 3 * c) * heads + (n + 2 * c) * kv_heads) * dim
     per_slot += 4 * (2 + 2 * heads + kv_heads)  # scales of the norms, log-sum-exp
     per_token = (n + 2 * c) * kv_heads * dim + 4 * kv_heads
     once = (n + 5 * c) * hidden * slots + (n + c) * hidden * tokens + 4 * (1 + 2 * dim) * (slots + tokens)
+    how = f"({slots:,} slots x {per_slot:,} + {tokens:,} tokens x {per_token:,}) + {once:,}"
+    if sizes.checkpointing == "layer":
+        inputs = layers * c * hidden * slots
+        nbytes = inputs + slots * per_slot + tokens * per_token + once
+        return "activations", nbytes, f"{layers} layer inputs {inputs:,} + one layer {how}"
     nbytes = layers * (slots * per_slot + tokens * per_token) + once
-    how = f"{layers} layers x ({slots:,} slots x {per_slot:,} + {tokens:,} tokens x {per_token:,}) + {once:,}"
+    how = f"{layers} layers x {how}"
     return "activations", nbytes, how
 
 
@@ -218,11 +237,18 @@ def backward_scratch(sizes: Sizes) -> tuple[str, int, str]:
 
 
 def attention_scratch(sizes: Sizes) -> tuple[str, int, str]:
-    """Masks of the row's chunks, kept below a limit, and the concatenated keys and values of one chunk, both ways."""
+    """Blockwise: masks of the row's chunks, kept below a limit, and the concatenated keys and values of one chunk,
+    both ways. Flex: the padded gradients of one layer and their unpadded parts, and tables of tiles and intervals."""
     shape, (c, _) = sizes.shape, _bytes(sizes)
-    groups, keys = shape.num_attention_heads // shape.num_key_value_heads, shape.num_key_value_heads * shape.head_dim
-    slots, chunk = sizes.row_anchors * shape.block_size, max(CHUNK_SLOTS, shape.block_size)
     windows = len({shape.window(layer) for layer in range(len(shape.layer_types))})
+    if sizes.attention == "flex":
+        slots, keys = sizes.row_slots, sizes.row_slots + sizes.row_context
+        width = shape.num_attention_heads * slots + 2 * shape.num_key_value_heads * keys
+        tables = windows * 16 * (slots + slots * keys // TILE**2)
+        how = f"2 x {c} x {width:,} x {shape.head_dim} + tables {tables:,}"
+        return "attention gradients and tables", 2 * c * width * shape.head_dim + tables, how
+    groups, keys = shape.num_attention_heads // shape.num_key_value_heads, shape.num_key_value_heads * shape.head_dim
+    slots, chunk = sizes.row_slots, max(CHUNK_SLOTS, shape.block_size)
     masks = windows * min(KEPT_MASK_BYTES, c * groups * slots * (sizes.row_tokens + chunk))
     reach = sizes.row_tokens + chunk
     one = c * groups * chunk * reach

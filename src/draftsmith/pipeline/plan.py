@@ -27,6 +27,7 @@ from draftsmith.pipeline.prepare import (
     channel_need,
     check_capacity,
     check_published,
+    choose_attention,
     choose_evaluation,
     choose_gamma,
     choose_shape,
@@ -67,11 +68,12 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     embedding_VH, _ = frozen_weights(known.spec, model)
     renderer, mask_token = _tokens(config, known, embedding_VH.shape[0], decide)
     shape = choose_shape(config, known.target_config, known.taps, mask_token or UNKNOWN_MASK, embedding_VH.shape[0])
+    attention: str = decide(choose_attention(config, known.topology, shape.head_dim))
     decide(_start(config, shape, mask_token_known=mask_token is not None))
     decide(choose_gamma(config))
     document_tokens = _data(config, known.target_config, renderer, mask_token, decide)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    sizes = sizes_of(config, known, weights, shape, document_tokens)
+    sizes = sizes_of(config, known, weights, shape, attention, document_tokens)
     decide(Decision("target", f"{weights:,} weights of {sizes.itemsize} bytes", _dtype_reason(known, sizes)))
     decide(Decision("drafter", f"{sizes.drafter_weights:,} weights", f"{len(shape.layer_types)} layers; fp32 masters"))
     memory = memory_table(sizes)
@@ -131,7 +133,9 @@ def _missing(name: str) -> bool:
     return name != "demo" and not Path(name).is_file()
 
 
-def sizes_of(config: Config, known: Outline, weights: int, shape: DrafterConfig, document_tokens: int) -> Sizes:
+def sizes_of(
+    config: Config, known: Outline, weights: int, shape: DrafterConfig, attention: str, document_tokens: int
+) -> Sizes:
     """The numbers that memory follows from."""
     with torch.device("meta"):
         parameters = list(Drafter(shape).parameters())
@@ -144,6 +148,8 @@ def sizes_of(config: Config, known: Outline, weights: int, shape: DrafterConfig,
         itemsize=(stored_dtype(known.target_config) if cuda else torch.float32).itemsize,
         mlp_width=mlp_width(known.target_config),
         shape=shape,
+        attention=attention,
+        checkpointing=config.drafter.checkpointing,
         drafter_weights=sum(p.numel() for p in parameters),
         matrices=tuple((p.shape[0], p.shape[1]) for p in parameters if p.ndim == 2),
         optimizer=config.train.optimizer,
@@ -218,6 +224,8 @@ def _changes(config: Config, sizes: Sizes) -> Iterator[tuple[str, tuple[MemoryIt
         one = replace(sizes.topology, target=sizes.topology.target[:1], drafter=sizes.topology.drafter[:1])
         sizes = replace(sizes, topology=one)
         yield "topology=1+1", memory_table(sizes)
+    if sizes.checkpointing == "none":
+        yield "drafter.checkpointing=layer", memory_table(replace(sizes, checkpointing="layer"))
     for share in (0.75, 0.5, 0.25, 0.125):
         tokens = int(share * config.data.row_tokens)
         if tokens < 16:

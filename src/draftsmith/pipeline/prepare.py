@@ -16,6 +16,8 @@ from draftsmith.data.template import Renderer, choose_mask_token
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.decode.cache import TargetCache
 from draftsmith.drafter.anchors import anchor_count
+from draftsmith.drafter.attention import BLOCKWISE, Backend
+from draftsmith.drafter.attention.flex import MIN_HEAD_DIM, flex_backend
 from draftsmith.drafter.checkpoint import find_drafter, read_tensors
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import init_from_checkpoint, init_from_target, random_init
@@ -72,7 +74,8 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     decide(renderer.decision)
     mask_token = decide(choose_mask_token(target.tokenizer, target.embedding_VH.shape[0], config.drafter.mask_token))
     shape = choose_shape(config, known.target_config, known.taps, mask_token, target.embedding_VH.shape[0])
-    drafter = Drafter(shape)
+    backend = make_backend(config, decide(choose_attention(config, known.topology, shape.head_dim)))
+    drafter = Drafter(shape, backend, checkpointing=config.drafter.checkpointing == "layer")
     decide(start_drafter(drafter, config, target))
     gamma: float = decide(choose_gamma(config))
 
@@ -181,6 +184,35 @@ def choose_shape(
         num_target_layers=target_config.num_hidden_layers,
         mask_token_id=mask_token,
     )
+
+
+def choose_attention(config: Config, topology: Topology, head_dim: int) -> Decision:
+    """How the drafter attends in training: `flex` or `blockwise`.
+
+    Raises:
+        ConfigError: `flex` was asked for where it cannot train.
+    """
+    wanted, name = config.drafter.attention, "attention"
+    lack = None
+    if device_of(topology.drafter[0]).type == "cpu":
+        lack = "PyTorch's flex attention has no backward on the CPU"
+    elif head_dim < MIN_HEAD_DIM:
+        lack = f"flex attention on CUDA takes no heads of {head_dim}, only from {MIN_HEAD_DIM}"
+    if wanted == "flex" and lack:
+        raise ConfigError(f"drafter.attention: flex cannot train here: {lack}; use auto or blockwise")
+    if wanted != "auto":
+        return Decision(name, wanted, "set in the config")
+    if lack:
+        return Decision(name, "blockwise", f"needs no compiler; {lack}")
+    return Decision(name, "flex", "CUDA: one compiled kernel for all blocks of a row")
+
+
+def make_backend(config: Config, attention: str) -> Backend:
+    """The backend that `choose_attention` chose, for this config's rows."""
+    if attention == "blockwise":
+        return BLOCKWISE
+    packing = packing_settings(config)
+    return flex_backend(packing.row_tokens, packing.row_anchors)
 
 
 def _rope(target_config: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
 from draftsmith.pipeline.threads import Crew, Failure
 from draftsmith.pipeline.topology import device_of
 from draftsmith.pipeline.transfer import to_device, worker_stream
+from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
 from draftsmith.pipeline.workers import DrafterWorker, Feed, TargetWorker, TrainSettings
 from draftsmith.report.progress import Gauges
 
@@ -38,6 +39,7 @@ class RunResult:
     finished: bool
     best_tau: float | None
     best_step: int | None
+    compiles_after_warmup: int = 0
 
 
 class Run:
@@ -64,6 +66,7 @@ class Run:
             clip=config.train.clip,
             gamma=job.gamma,
             mask_token=job.drafter.config.mask_token_id,
+            compiled_before=guard.count_compilations(),
         )
         if checkpoint:
             job.drafter.load_state_dict(checkpoint.weights)
@@ -167,6 +170,7 @@ def train(
         write_preamble(folder, job)
         for line in (*map(str, job.decisions), job.corpus.summary):
             log(line)
+        warm_up_and_log(run_signatures(job.drafter.backend, job.drafter.config, job.topology), log)
         return execute(job, folder, checkpoint, stop, listener)
 
 
@@ -183,7 +187,14 @@ def execute(
 
     run.run(on_failure)
     journal.finish()
-    return RunResult(folder, journal.last_step, journal.last_step == job.steps, journal.best_tau, journal.best_step)
+    return RunResult(
+        folder=folder,
+        step=journal.last_step,
+        finished=journal.last_step == job.steps,
+        best_tau=journal.best_tau,
+        best_step=journal.best_step,
+        compiles_after_warmup=journal.compiles_after_warmup,
+    )
 
 
 @contextmanager

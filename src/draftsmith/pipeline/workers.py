@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -96,6 +96,7 @@ class TrainSettings:
     clip: float
     gamma: float
     mask_token: int
+    compiled_before: int  # compilations of the process until training began
 
 
 @dataclass(eq=False, slots=True)
@@ -194,7 +195,7 @@ class DrafterWorker:
         blocks = blocks_to(blocks, device)
         features_TF = to_device(features.hidden_TF, device)
         positions_T = to_device(row.positions_T, device)
-        with _autocast(device):
+        with autocast(device):
             hidden_QH = self.drafter(features_TF, positions_T, blocks, self.embedding_VH, self.rotary)
         return blocks, hidden_QH
 
@@ -230,9 +231,13 @@ class DrafterWorker:
             step_s=step_s,
             tokens_per_s=tokens / step_s,
             time=time.time(),
+            compiles_after_warmup=guard.count_compilations() - self.settings.compiled_before,
         )
 
 
-def _autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 compute on CUDA over fp32 masters; fp32 on CPU."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+@contextmanager
+def autocast(device: torch.device) -> Iterator[bool]:
+    """bf16 compute on CUDA over fp32 masters; fp32 on CPU. Gives whether it is lower."""
+    lower = device.type == "cuda"
+    with torch.autocast(device.type, torch.bfloat16, enabled=lower):
+        yield lower

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from draftsmith.compile.warmup import warm_up
 from draftsmith.config import Config
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
@@ -22,9 +23,10 @@ from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
+from draftsmith.pipeline.warmup import NOTHING, planned_signatures
 from draftsmith.report.card import launch_lines
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
-from draftsmith.report.table import eval_table
+from draftsmith.report.table import eval_table, warmup_table
 from draftsmith.target.load import Target, TargetSpec, load_target
 
 console = Console()
@@ -51,9 +53,28 @@ def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: 
         result = train(config, resume=resume, stop=stop, listener=listener, log=say, job=job)
     best = f"; best τ {result.best_tau:.3f} at step {result.best_step}" if result.best_tau is not None else ""
     say(f"{'finished' if result.finished else 'stopped'} at step {result.step}: {result.folder}/draft{best}")
+    if result.compiles_after_warmup:
+        say(
+            f"warning: {result.compiles_after_warmup} compilations after the warm-up, in a healthy run there are none; "
+            "compiles_after_warmup in metrics.jsonl says at which steps"
+        )
     if not result.finished:
         say(f"go on with: draftsmith train {result.folder}/config.yaml --resume")
     return result
+
+
+def warm_up_and_show(config: Config) -> None:
+    """`draftsmith warmup`: compiles what a run of this config needs, and says what it took."""
+    decide = Ledger()
+    signatures = planned_signatures(config, decide)
+    for decision in decide.decisions:
+        say(str(decision))
+    if not signatures:
+        say(NOTHING)
+        return
+    with console.status("compiling") as status:
+        results = warm_up(signatures, lambda result: status.update(f"compiled {result.name}"))
+    console.print(warmup_table(results))
 
 
 def print_launch_lines(target: str, draft: Path, adapter: str | None = None) -> None:

@@ -1,7 +1,11 @@
-"""The table that `eval` and `demo` end with."""
+"""The tables that `eval`, `demo` and `warmup` end with."""
+
+from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
+from draftsmith.compile.warmup import Warmed
 from draftsmith.decode.evaluate import EvalReport
 
 
@@ -24,4 +28,17 @@ def eval_table(report: EvalReport, tau_before: float | None = None) -> Table:
     row("identical to plain decoding", same if report.lossless else "NO")
     row("accepted, slots 1, 2, ...", " ".join(f"{share:.0%}" for share in report.accept_per_position))
     row("prompts / new tokens", f"{report.prompts} / {report.new_tokens}")
+    return table
+
+
+def warmup_table(results: Sequence[Warmed]) -> Table:
+    """What was compiled, how long it took, and whether PyTorch's disk cache had it."""
+    table = Table("signature", title="Compiled ahead")
+    table.add_column("seconds", justify="right")
+    table.add_column("cache")
+    for result in results:
+        inputs = [f"  {compilation.name}: {compilation.signature}" for compilation in result.compilations]
+        table.add_row(Text("\n".join([result.name, *inputs])), f"{result.seconds:.1f}", result.cache)
+    table.add_section()
+    table.add_row("all", f"{sum(result.seconds for result in results):.1f}", "")
     return table

@@ -8,7 +8,9 @@ SGLang and the reference package).
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -53,3 +55,17 @@ def block_mask(layout: BlockLayout, blocks: int, device: torch.device) -> Tensor
         seen_BB = (back_BB >= 0) & (back_BB < layout.window)
     same_CC = torch.eye(blocks, dtype=torch.bool, device=device)
     return torch.kron(same_CC, seen_BB)
+
+
+def slot_intervals(layout: BlockLayout) -> NDArray[np.int64]:
+    """The same as two intervals per slot, [4, N * B]: it sees context positions from row 0 to row 1, and slots of the
+    row from row 2 to row 3, ends exclusive."""
+    size, window = layout.block_size, layout.window
+    anchor_Q, start_Q = (np.repeat(np.array(ends, np.int64), size) for ends in (layout.anchors, layout.starts))
+    slot_Q = np.arange(len(anchor_Q))
+    place_Q = slot_Q % size  # inside the block
+    first_Q = slot_Q - place_Q
+    if window is None:
+        return np.stack([start_Q, anchor_Q, first_Q, first_Q + size])
+    low_Q = np.clip(anchor_Q + place_Q - window + 1, start_Q, anchor_Q)
+    return np.stack([low_Q, anchor_Q, np.maximum(first_Q, slot_Q - window + 1), slot_Q + 1])
