@@ -61,11 +61,10 @@ def _version(package: str) -> str | None:
 def shared_state(subject: Subject) -> Check:
     """Measured: what does this thread see while another one traces, and while it compiles?"""
     before = private.tracing_state()
-    with guard.exclusive("the doctor measures what threads share"):
-        with _while_another(_traces) as reached:
-            traced = private.damage(before) if reached else []
-        with _while_another(_compiles) as reached:
-            told = {True: "yes", False: "no"}[torch.compiler.is_compiling()] if reached else "not measured (it is off)"
+    with _while_another(_traces) as reached:
+        traced = private.damage(before) if reached else []
+    with _while_another(_compiles) as reached:
+        told = {True: "yes", False: "no"}[torch.compiler.is_compiling()] if reached else "not measured (it is off)"
     evidence = (
         f"the FX tracing flag of torch {torch.__version__} is "
         f"{'thread-local' if private.flag_is_thread_local() else 'process-wide'}; while another thread traced, this "
@@ -78,14 +77,21 @@ def shared_state(subject: Subject) -> Check:
 
 @contextmanager
 def _while_another(body: Callable[[Callable[[], None]], object]) -> Iterator[bool]:
-    """Another thread stands still inside `body`, where it calls what it was given. Yields whether it got there."""
+    """Another thread stands still inside `body`, where it calls what it was given. Yields whether it got there.
+
+    It is alone in the guard; this thread only looks.
+    """
     reached, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
         reached.set()
         go_on.wait(WAIT_S)
 
-    thread = threading.Thread(target=body, args=(pause,), name="doctor", daemon=True)
+    def run() -> None:
+        with guard.exclusive("the doctor measures what threads share"):
+            body(pause)
+
+    thread = threading.Thread(target=run, name="doctor", daemon=True)
     thread.start()
     try:
         while not reached.wait(0.02) and thread.is_alive():
