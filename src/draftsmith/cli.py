@@ -84,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-new-tokens", type=int, default=256)
     evaluate.add_argument("--json", type=Path, metavar="F", help="write the figures here")
     evaluate.set_defaults(command=_eval)
+
+    doctor = commands.add_parser("doctor", help="look for what makes PyTorch's compiler unsafe here, and for its harm")
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="examine this run, too")
+    doctor.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key of the config")
+    doctor.add_argument("--hunt", action="store_true", help="train a few steps and record who traces, who meets it")
+    doctor.add_argument("--json", type=Path, metavar="F", help="write the findings here")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -169,6 +176,19 @@ def _eval(options: argparse.Namespace) -> int:
         options.target, options.draft, options.prompts, options.max_new_tokens, options.json, options.adapter
     )
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from draftsmith.config import load_config
+
+    if options.config is None and (options.hunt or options.set):
+        raise ConfigError(f"{'--hunt' if options.hunt else '--set'} needs a CONFIG; name one")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
+    config = load_config(options.config, options.set) if options.config else None
+    from draftsmith.doctor.report import examine_and_show
+
+    return examine_and_show(config, hunt=options.hunt, out=options.json)
 
 
 @contextmanager

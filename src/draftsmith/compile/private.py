@@ -4,10 +4,12 @@ Names move between versions; `load_compiler` refuses a version that lacks one in
 """
 
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,9 +88,8 @@ def load_compiler() -> None:
     Raises:
         UnsupportedTorch: outside the tested range, or a name is missing.
     """
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = TESTED
-    if not low <= version < high:
+    if not low <= version() < high:
         raise UnsupportedTorch(
             f"torch {torch.__version__}: the compile guard was tested with {low[0]}.{low[1]} up to, not including, "
             f"{high[0]}.{high[1]}; install one of these"
@@ -137,6 +138,11 @@ def compile_alone(exclusive: Callable[[str], AbstractContextManager[None]]) -> N
     if not isinstance(own, _AloneLock):
         with exclusive("installing the compile guard"), own:
             convert_frame.compile_lock = _AloneLock(own, exclusive)  # type: ignore[assignment]
+
+
+def version() -> tuple[int, ...]:
+    """Of PyTorch, without the patch level."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 def run_only(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,3 +205,125 @@ def reset_compiler() -> None:
     import torch._dynamo
 
     torch._dynamo.reset()
+
+
+# For the hunt (hunt.py): who traces, who asks, and whose stack shows that it is inside.
+
+
+def healthy_state() -> TracingState:
+    """The state of a process in which nobody traces: what PyTorch itself remembers from before it patched anything."""
+    module_call, module_getattr = _symbolic_trace._orig_module_call, _symbolic_trace._orig_module_getattr
+    return TracingState(False, False, module_call, module_getattr, None)
+
+
+def is_fx_patch(function: Any) -> bool:
+    """Is this what FX puts in place of `nn.Module.__call__` and `__getattr__`, rather than somebody else's patch?"""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == _symbolic_trace.__file__ and code.co_name in _FX_WRAPPERS
+
+
+_FX_WRAPPERS = ("module_call_wrapper", "module_getattr_wrapper")
+
+
+def is_compiling_is_process_wide() -> bool:
+    """Does `torch.compiler.is_compiling()` say yes to every thread while one compiles (torch >= 2.13)?"""
+    return hasattr(torch.compiler, "_compile_session_context")
+
+
+def watch_compilations(start: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Calls `start` when the first of simultaneous compilations starts and `end` when the last ends, under a lock of
+    PyTorch's. Returns what ends the watch."""
+    import torch._dynamo.callback
+
+    handler = torch._dynamo.callback.callback_handler
+    on_start, on_end = (lambda arguments: start()), (lambda arguments: end())
+    handler.register_start_callback(on_start)
+    handler.register_end_callback(on_end)
+
+    def stop() -> None:
+        for callbacks, callback in ((handler.start_callbacks, on_start), (handler.end_callbacks, on_end)):
+            if callback in callbacks:  # a reset of the compiler drops them all
+                callbacks.remove(callback)
+
+    return stop
+
+
+def watch_question(met: Callable[[], None]) -> Callable[[], None]:
+    """Calls `met` in the thread that called compiled code and was told that FX traces. Returns what ends the watch.
+
+    Every compiled function, new or old, asks the same function object; so its code is replaced, not its name.
+    """
+    question = _symbolic_trace.is_fx_symbolic_tracing
+    original = question.__code__
+    if original.co_freevars:
+        raise UnsupportedTorch(f"torch {torch.__version__}: is_fx_symbolic_tracing is not a plain function any more")
+    answer = type(question)(original, question.__globals__)
+
+    def asked() -> bool:
+        yes = bool(answer())
+        if yes:
+            met()
+        return yes
+
+    _symbolic_trace._draftsmith_asked = asked
+    question.__code__ = _ask.__code__
+
+    def stop() -> None:
+        question.__code__ = original
+        del _symbolic_trace._draftsmith_asked
+
+    return stop
+
+
+def _ask() -> Any:
+    return _draftsmith_asked()  # type: ignore[name-defined]  # noqa: F821 - runs with FX's globals
+
+
+def is_compile_wrapper(code: Any) -> bool:
+    """Is this the function that every call of compiled code goes through?"""
+    return bool(code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"))
+
+
+def is_compiling_code(code: Any) -> bool:
+    """Does a thread with this function on its stack compile or export?"""
+    if code.co_name == "_compile_session_context" or code.co_filename.endswith("torch/export/_trace.py"):
+        return True
+    return bool(code.co_name in ("_compile", "compile_inner") and code.co_filename.endswith("_dynamo/convert_frame.py"))
+
+
+def fallback_settings() -> list[str]:
+    """What is set, as this thread sees it, that lets code which should be compiled run as it is, in words."""
+    import torch._dynamo.config
+    import torch._dynamo.eval_frame
+    from torch.nn.attention import flex_attention
+
+    config, stance = torch._dynamo.config, torch._dynamo.eval_frame._stance.stance
+    found = {
+        "TORCHDYNAMO_DISABLE is 1 in the environment": os.environ.get("TORCHDYNAMO_DISABLE") == "1",
+        "torch._dynamo.config.disable is True (TORCH_COMPILE_DISABLE)": bool(config.disable),
+        "torch._dynamo.config.error_on_nested_fx_trace is False": not config.error_on_nested_fx_trace,
+        "torch._dynamo.config.suppress_errors is True (TORCHDYNAMO_SUPPRESS_ERRORS)": bool(config.suppress_errors),
+        f"the compiler stance is {stance!r} (torch.compiler.set_stance)": stance in EAGER_STANCES,
+        "flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is True": bool(
+            getattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
+        ),
+    }
+    return [words for words, on in found.items() if on]
+
+
+EAGER_STANCES = ("force_eager", "eager_on_recompile")
+
+
+def recompile_limit() -> int:
+    """PyTorch's own, as this thread sees it: signatures of a function before it runs as it is, in silence."""
+    import torch._dynamo.config
+
+    return int(torch._dynamo.config.recompile_limit)
+
+
+def cache_directory() -> Path:
+    """Where the compiler keeps what it made. Creates nothing."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(os.path.abspath(default_cache_dir() if given is None else given))
