@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("draftsmith: Windows is not supported (no fcntl locks, no fork-safe signals); use WSL", file=sys.stderr)
         return 2
     options = _parser().parse_args(arguments)
+    if (cache := _compiler_cache()) is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # read by the compiler when it is first needed
     try:
         code: int = options.command(options)
     except InputError as error:
@@ -91,7 +93,33 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--hunt", action="store_true", help="train a few steps and record who traces, who meets it")
     doctor.add_argument("--json", type=Path, metavar="F", help="write the findings here")
     doctor.set_defaults(command=_doctor)
+    cache = commands.add_parser("cache", help="the compiler's cache: look at it, carry it to another machine, clear it")
+    actions = cache.add_subparsers(required=True, metavar="ACTION")
+    info = actions.add_parser("info", help="entries, bytes, age, who wrote them, what is damaged")
+    info.set_defaults(command=_cache_info)
+    pack = actions.add_parser("pack", help="write the cache to one file")
+    pack.add_argument("file", type=Path, metavar="FILE")
+    pack.set_defaults(command=_cache_pack)
+    unpack = actions.add_parser("unpack", help="add a packed cache to this machine's")
+    unpack.add_argument("file", type=Path, metavar="FILE")
+    unpack.set_defaults(command=_cache_unpack)
+    clear = actions.add_parser("clear", help="say what it will cost, ask, and delete the cache")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.set_defaults(command=_cache_clear)
     return parser
+
+
+def _compiler_cache() -> Path | None:
+    """The user's own place, which a restart does not empty. None if it cannot be written: PyTorch's default stands."""
+    caches = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or caches.expanduser())
+    except RuntimeError:  # no home
+        return None
+    nearest = next(folder for folder in (caches, *caches.parents) if folder.exists())
+    if not caches.is_absolute() or not os.access(nearest, os.W_OK | os.X_OK):
+        return None
+    return caches / "draftsmith" / "compiler"
 
 
 def _positive(text: str) -> float:
@@ -189,6 +217,33 @@ def _doctor(options: argparse.Namespace) -> int:
     from draftsmith.doctor.report import examine_and_show
 
     return examine_and_show(config, hunt=options.hunt, out=options.json)
+
+
+def _cache_info(options: argparse.Namespace) -> int:
+    from draftsmith.report.cache import show_info
+
+    show_info()
+    return 0
+
+
+def _cache_pack(options: argparse.Namespace) -> int:
+    from draftsmith.report.cache import show_pack
+
+    show_pack(options.file)
+    return 0
+
+
+def _cache_unpack(options: argparse.Namespace) -> int:
+    from draftsmith.report.cache import show_unpack
+
+    show_unpack(options.file)
+    return 0
+
+
+def _cache_clear(options: argparse.Namespace) -> int:
+    from draftsmith.report.cache import show_clear
+
+    return 0 if show_clear(ask=not options.yes) else 1
 
 
 @contextmanager

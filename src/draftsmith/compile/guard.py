@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.compile import private
+from draftsmith.compile.cache import CompilerCache
 from draftsmith.compile.gate import Gate, GateTimeout, Hold
 
 TIME_LIMIT_S = 900.0  # longer than the slowest compilation that we have seen, by far
@@ -68,6 +69,7 @@ class Guard:
         self._count = 0
         self._installed = False
         self.compilations: list[Compilation] = []  # by guarded functions, in order
+        self.cache = CompilerCache()
 
     @property
     def time_limit_s(self) -> float:
@@ -197,7 +199,7 @@ class Compiled:
             began, caches = time.perf_counter(), private.cache_counters()
             try:
                 with private.compile_settings(self.recompile_limit):
-                    out = self._cold(*args, **kwargs)
+                    out = self._guard.cache.run(lambda: self._cold(*args, **kwargs))
             except _Missed:
                 raise UncompiledError(
                     f"{self.name} ran uncompiled, which was refused: the compiler is switched off "
@@ -210,15 +212,15 @@ class Compiled:
                         "or raise recompile_limit"
                     ) from error
                 raise
-            self._guard.compilations.append(
-                Compilation(
-                    name=self.name,
-                    signature=describe(args, kwargs),
-                    thread=threading.current_thread().name,
-                    seconds=time.perf_counter() - began,
-                    cache=_cache_word(caches, private.cache_counters()),
-                )
+            compilation = Compilation(
+                name=self.name,
+                signature=describe(args, kwargs),
+                thread=threading.current_thread().name,
+                seconds=time.perf_counter() - began,
+                cache=_cache_word(caches, private.cache_counters()),
             )
+            self._guard.compilations.append(compilation)
+            self._guard.cache.note(self.name, compilation.signature, compilation.seconds, compilation.cache == "miss")
             return out
 
 

@@ -99,10 +99,13 @@ def load_compiler() -> None:
         "torch._dynamo.convert_frame": ("compile_lock",),
         "torch._dynamo.config": ("recompile_limit", "accumulated_recompile_limit", "suppress_errors"),
         "torch._dynamo.callback": ("callback_handler",),
-        "torch._dynamo.exc": ("FailOnRecompileLimitHit",),
+        "torch._dynamo.exc": ("FailOnRecompileLimitHit", "BackendCompilerFailed"),
         "torch._dynamo.utils": ("counters",),
         "torch._functorch.config": ("force_non_lazy_backward_lowering",),
         "torch._inductor.compile_fx": (),
+        "torch._inductor.utils": ("clear_caches",),
+        "torch._inductor.runtime.cache_dir_utils": ("default_cache_dir",),
+        "torch.compiler._cache": ("CacheArtifactManager",),
     }.items():
         loaded = importlib.import_module(module)
         missing = [name for name in names if not hasattr(loaded, name)]
@@ -327,3 +330,40 @@ def cache_directory() -> Path:
 
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(os.path.abspath(default_cache_dir() if given is None else given))
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Did the compiler fail behind tracing, where it also loads from its cache? No error of the function itself is."""
+    import torch._dynamo.exc
+
+    return isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def forget_loaded() -> None:
+    """Forgets which files of the cache directory are loaded. What is compiled already keeps working."""
+    import torch._inductor.utils
+
+    torch._inductor.utils.clear_caches()
+
+
+def recorded_artifacts() -> set[str]:
+    """`type/key` of every cache entry that this process has written or read so far."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    return {f"{artifact.type()}/{artifact.key}" for artifact in CacheArtifactManager._seen_artifacts}
+
+
+def make_artifacts(entries: list[tuple[str, str, Any]]) -> bytes | None:
+    """What `torch.compiler.save_cache_artifacts` gives in a process that has compiled exactly these entries.
+
+    Args:
+        entries: type, key and content, as `torch.compiler._cache` records them while it compiles.
+    """
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    with CacheArtifactManager.with_fresh_cache():
+        for kind, key, content in entries:
+            CacheArtifactManager.record_artifact(kind, key, content)
+        saved = torch.compiler.save_cache_artifacts()
+    return saved[0] if saved else None
