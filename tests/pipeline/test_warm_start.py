@@ -64,7 +64,8 @@ def test_what_a_run_leaves_can_be_started_from(demo_config: MakeConfig, tmp_path
         ({"layer_types": ("full_attention",)}, "its layer_types is"),
         ({"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 9}, "its layer_types is"),
         ({"intermediate_size": 100}, r"layers\.0\.mlp\.\w+\.weight is \(\d+, \d+\), this config needs"),
-        ({"attention_bias": True}, "tensors missing"),
+        ({"attention_bias": True}, "tensors 8 unknown"),
+        ({"is_causal": True}, "its is_causal is True; such a drafter can be evaluated, not trained"),
     ],
 )
 def test_a_drafter_that_does_another_job_is_refused(

@@ -187,6 +187,7 @@ class Drafter(nn.Module):
     def _plans(self, blocks: Blocks, like: Tensor) -> dict[int | None, Any]:
         """One plan per window that occurs among the layers."""
         config = self.config
+        assert config.is_causal is None, "such drafters are only decoded with"
         groups = config.num_attention_heads // config.num_key_value_heads
         windows = {config.window(index) for index in range(len(config.layer_types))}
         layouts = {w: BlockLayout(blocks.anchors, blocks.starts, config.block_size, w) for w in windows}

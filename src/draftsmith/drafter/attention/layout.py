@@ -53,3 +53,19 @@ def block_mask(layout: BlockLayout, blocks: int, device: torch.device) -> Tensor
         seen_BB = (back_BB >= 0) & (back_BB < layout.window)
     same_CC = torch.eye(blocks, dtype=torch.bool, device=device)
     return torch.kron(same_CC, seen_BB)
+
+
+def behind_context(size: int, context: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """Bool [size, context + size]: what the slots of one block see that stands right behind `context` keys.
+
+    Also for what drafters of other trainers may ask for: a causal full layer, and a sliding layer that is not causal,
+    whose window reaches as far ahead as back (dflash 0.1.0, `model.py`).
+    """
+    slots_B1 = context + torch.arange(size, device=device)[:, None]
+    keys_K = torch.arange(context + size, device=device)
+    seen_BK = torch.ones(size, context + size, dtype=torch.bool, device=device)
+    if causal:
+        seen_BK &= keys_K <= slots_B1
+    if window is not None:
+        seen_BK &= (keys_K - slots_B1).abs() < window
+    return seen_BK
