@@ -101,7 +101,7 @@ def test_a_hub_id_is_downloaded(
     job = prepare(demo_config(drafter__init="z-lab/Qwen3-4B-DFlash"))
     make_plan(demo_config(drafter__init="z-lab/Qwen3-4B-DFlash"), this_machine())
     assert asked == [
-        ("z-lab/Qwen3-4B-DFlash", ["config.json", "model.safetensors"]),
+        ("z-lab/Qwen3-4B-DFlash", ["config.json", "model.safetensors", "draftsmith.json", "mask_embedding.pt"]),
         ("z-lab/Qwen3-4B-DFlash", ["config.json"]),
     ]
     assert job.drafter.config.block_size == DrafterConfig.read(hub).block_size

@@ -19,6 +19,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError, InputError
 
 PROVENANCE = "draftsmith.json"
+MASK_EMBEDDING = "mask_embedding.pt"  # of some other trainers
 
 
 def save_drafter(
@@ -89,8 +90,30 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
             raise InputError(f"{place}: {name} is {tuple(tensor.shape)}, {says} {tuple(shapes[name])}")
 
 
-def find_drafter(name: str, *, weights: bool = True) -> Path:
+def check_target(config: DrafterConfig, target_config: Any, draft: str, target: str) -> None:
+    """Whether a drafter was made for a target of this shape.
+
+    Args:
+        target_config: the text part of the target's `config.json`.
+        draft, target: what the user calls them.
+
+    Raises:
+        InputError: names what differs.
+    """
+    pairs = {
+        "layers": (config.num_target_layers, target_config.num_hidden_layers),
+        "hidden size": (config.hidden_size, target_config.hidden_size),
+        "vocabulary": (config.vocab_size, target_config.vocab_size),
+    }
+    other = [f"{name} {ours}, not {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if other:
+        raise InputError(f"{draft} was made for another target than {target}: {', '.join(other)}")
+
+
+def find_drafter(name: str, *, weights: bool = True, setting: str = "drafter.init") -> Path:
     """A drafter folder, or that of a hub id (`owner/name`), downloaded if need be; without weights, its config only.
+
+    `setting` is what the user calls the name.
 
     Raises:
         ConfigError: neither a folder nor a hub id.
@@ -99,15 +122,14 @@ def find_drafter(name: str, *, weights: bool = True) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise ConfigError(
-            f"drafter.init is {name!r}: give target, random, or an existing drafter folder or hub id (owner/name)"
-        )
+        choices = "target, random, or " if setting == "drafter.init" else ""
+        raise ConfigError(f"{setting} is {name!r}: give {choices}an existing drafter folder or hub id (owner/name)")
     try:
-        wanted = ["config.json", "model.safetensors"] if weights else ["config.json"]
+        wanted = ["config.json", "model.safetensors", PROVENANCE, MASK_EMBEDDING] if weights else ["config.json"]
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
         raise InputError(
-            f"drafter.init {name} is no folder here, and the hub does not give it ({type(error).__name__}); check the "
+            f"{setting} {name} is no folder here, and the hub does not give it ({type(error).__name__}); check the "
             "name and the connection, or download it and give its folder"
         ) from error
 
@@ -116,9 +138,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of `folder/model.safetensors`, all of them floating point and finite.
 
     Raises:
-        InputError: the file is not there, cut short or damaged, or a tensor holds NaN or infinity.
+        InputError: the file is not there, cut short or damaged, a tensor holds NaN or infinity, or a mask embedding
+            lies beside it.
     """
     path = folder / "model.safetensors"
+    if (folder / MASK_EMBEDDING).is_file():
+        raise InputError(
+            f"{folder}/{MASK_EMBEDDING} replaces a row of the target's embedding in vLLM and SGLang, and not in "
+            "the reference; such drafters are not supported"
+        )
     if not path.is_file() and (folder / f"{path.name}.index.json").is_file():
         raise InputError(f"{folder} holds its tensors in several files; save them as one model.safetensors")
     try:

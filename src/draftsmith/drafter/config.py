@@ -199,14 +199,29 @@ class DrafterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "DrafterConfig":
-        """From `folder/config.json`."""
+        """From `folder/config.json`.
+
+        Raises:
+            InputError: as `from_json`, or the folder has another layout.
+        """
         path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"{path} does not exist: {folder} is not a drafter folder")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
+        data = read_json(path)
+        if isinstance(data, Mapping) and "speculators_model_type" in data:
+            raise InputError(f"{path} is in the speculators layout; first: draftsmith import {folder} OUT")
         return cls.from_json(data, path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a drafter's `config.json`.
+
+    Raises:
+        InputError: the file is not there, or no JSON.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: {path.parent} is not a drafter folder")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
