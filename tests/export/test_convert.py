@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from conftest import demo_shape, tiny_drafter
 from draftsmith import cli, embedded
@@ -221,11 +223,21 @@ def test_another_target_is_refused(draft: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_embedding_is_that_of_the_target_with_its_adapter(draft: Path, tmp_path: Path) -> None:
-    """A merged adapter has no name that speculators could load, so the copies inside are what it uses."""
-    spec = TargetSpec("demo")
-    export_drafter(str(draft), "speculators", tmp_path / "plain", spec)
-    assert config_of(tmp_path / "plain")["speculators_config"]["verifier"]["name_or_path"] is not None
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
+def test_a_target_with_an_adapter_has_no_name(draft: Path, tmp_path: Path) -> None:
+    """speculators would load the base instead, so the copies inside, of the merged weights, are what it must use."""
+    settings = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(embedded.TARGET), settings).save_pretrained(tmp_path / "lora")
+    spec = TargetSpec("demo", adapter=str(tmp_path / "lora"))
+    export_drafter(str(draft), "speculators", tmp_path / "there", spec)
+    assert config_of(tmp_path / "there")["speculators_config"]["verifier"]["name_or_path"] is None
+    copy = load_file(tmp_path / "there" / "model.safetensors")["embed_tokens.weight"]
+    base = load_file(embedded.TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    assert copy.shape == base.shape
+    assert not torch.equal(copy, base)
+    with pytest.raises(InputError, match=r"embed_tokens\.weight is not that of demo"):
+        import_drafter(str(tmp_path / "there"), tmp_path / "in", DEMO)
+    import_drafter(str(tmp_path / "there"), tmp_path / "in", spec)
 
 
 def test_nothing_is_overwritten(draft: Path, tmp_path: Path) -> None:
