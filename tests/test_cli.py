@@ -173,14 +173,15 @@ def test_a_folder_that_is_no_drafter_exits_1(run: Callable[..., Outcome], prompt
     said = only_line(evaluate(run, embedded.TARGET, prompts), 1)
     assert "config.json: architectures is ['Qwen3ForCausalLM'], expected ['DFlashDraftModel']" in said
     (draft / "model.safetensors").write_bytes(b"nonsense")
-    assert "model.safetensors cannot be read" in only_line(evaluate(run, draft, prompts), 1)
+    assert "model.safetensors is damaged or cut short" in only_line(evaluate(run, draft, prompts), 1)
     (draft / "config.json").write_text("{broken")
     assert "config.json:1: not JSON" in only_line(evaluate(run, draft, prompts), 1)
 
 
 def test_a_drafter_for_another_target_exits_1(run: Callable[..., Outcome], prompts: Path, draft: Path) -> None:
-    assert "is for a target of 5 layers, hidden size 32 and vocabulary 64; demo has 10, 128 and 2048" in only_line(
-        evaluate(run, draft, prompts), 1
+    assert (
+        "was made for another target than demo: layers 5, not 10, hidden size 32, not 128, vocabulary 64, not 2048"
+        in only_line(evaluate(run, draft, prompts), 1)
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 # Read by libraries when they are imported, so set before any of them is.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +19,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from draftsmith import __version__
 from draftsmith.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from draftsmith.target.load import TargetSpec
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -106,6 +110,21 @@ def _parser() -> argparse.ArgumentParser:
     clear = actions.add_parser("clear", help="say what it will cost, ask, and delete the cache")
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(command=_cache_clear)
+    export = commands.add_parser("export", help="write a drafter in the layout of another program")
+    export.add_argument("source", metavar="DIR", help="drafter folder or hub id")
+    export.add_argument("--to", required=True, choices=["zlab", "speculators"], help="layout")
+    export.add_argument("out", type=Path, metavar="OUT", help="new folder")
+    export.set_defaults(command=_export)
+
+    importer = commands.add_parser(
+        "import", help="take in a z-lab or speculators drafter, to evaluate or train further"
+    )
+    importer.add_argument("source", metavar="DIR", help="drafter folder or hub id")
+    importer.add_argument("out", type=Path, metavar="OUT", help="new folder")
+    importer.set_defaults(command=_import)
+    for command in (export, importer):
+        command.add_argument("--target", help="folder or hub id; default: the one the drafter names")
+        command.add_argument("--adapter", help="LoRA adapter to merge into the target")
     return parser
 
 
@@ -244,6 +263,28 @@ def _cache_clear(options: argparse.Namespace) -> int:
     from draftsmith.report.cache import show_clear
 
     return 0 if show_clear(ask=not options.yes) else 1
+
+
+def _export(options: argparse.Namespace) -> int:
+    from draftsmith.export.convert import export_drafter
+
+    print("\n".join(export_drafter(options.source, options.to, options.out, _target_spec(options))))
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from draftsmith.export.convert import import_drafter
+
+    print("\n".join(import_drafter(options.source, options.out, _target_spec(options))))
+    return 0
+
+
+def _target_spec(options: argparse.Namespace) -> "TargetSpec | None":
+    from draftsmith.target.load import TargetSpec
+
+    if options.adapter and not options.target:
+        raise ConfigError("--adapter changes a target; give --target too")
+    return TargetSpec(options.target, adapter=options.adapter) if options.target else None
 
 
 @contextmanager

@@ -64,7 +64,8 @@ def test_what_a_run_leaves_can_be_started_from(demo_config: MakeConfig, tmp_path
         ({"layer_types": ("full_attention",)}, "its layer_types is"),
         ({"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 9}, "its layer_types is"),
         ({"intermediate_size": 100}, r"layers\.0\.mlp\.\w+\.weight is \(\d+, \d+\), this config needs"),
-        ({"attention_bias": True}, "tensors missing"),
+        ({"attention_bias": True}, "tensors 8 unknown"),
+        ({"is_causal": True}, "its is_causal is True; such a drafter can be evaluated, not trained"),
     ],
 )
 def test_a_drafter_that_does_another_job_is_refused(
@@ -100,7 +101,7 @@ def test_a_hub_id_is_downloaded(
     job = prepare(demo_config(drafter__init="z-lab/Qwen3-4B-DFlash"))
     make_plan(demo_config(drafter__init="z-lab/Qwen3-4B-DFlash"), this_machine())
     assert asked == [
-        ("z-lab/Qwen3-4B-DFlash", ["config.json", "model.safetensors"]),
+        ("z-lab/Qwen3-4B-DFlash", ["config.json", "model.safetensors", "draftsmith.json", "mask_embedding.pt"]),
         ("z-lab/Qwen3-4B-DFlash", ["config.json"]),
     ]
     assert job.drafter.config.block_size == DrafterConfig.read(hub).block_size

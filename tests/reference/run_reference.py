@@ -19,8 +19,18 @@ dflash.model._cuda_time = time.perf_counter  # its stopwatch asks for CUDA; noth
 target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 draft = DFlashDraftModel.from_pretrained(draft_folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 eos = target.generation_config.eos_token_id
-results = []
+results, drafts, compute = [], [], draft.compute_logits
+
+
+def recorded(hidden, head):
+    logits = compute(hidden, head)
+    drafts.append(logits[0].argmax(-1).tolist())
+    return logits
+
+
+draft.compute_logits = recorded
 for ids in json.loads(Path(prompts_file).read_text()):
+    drafts.clear()
     out = dflash_generate(
         draft,
         target=target,
@@ -29,5 +39,6 @@ for ids in json.loads(Path(prompts_file).read_text()):
         stop_token_ids=[eos] if isinstance(eos, int) else eos,
         return_stats=True,
     )
-    results.append({"tokens": out.output_ids[0, len(ids) :].tolist(), "rounds": out.acceptance_lengths})
+    tokens = out.output_ids[0, len(ids) :].tolist()
+    results.append({"tokens": tokens, "rounds": out.acceptance_lengths, "drafts": list(drafts)})
 print(json.dumps(results))

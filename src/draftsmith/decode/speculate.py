@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decode.cache import DraftCache, TargetCache
+from draftsmith.drafter.attention.layout import behind_context
 from draftsmith.drafter.model import Drafter, RotaryTable
 from draftsmith.target.capture import concatenated
 from draftsmith.target.load import Target
@@ -40,7 +41,7 @@ class DraftState:
         self.rotary = RotaryTable(config, length + config.block_size, embedding_VH.device)
         self.cache = DraftCache(config, length, drafter.fc.weight)
         self.block_B = torch.full((config.block_size,), config.mask_token_id, device=embedding_VH.device)
-        self._sliding_masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, bool], Tensor] = {}
 
     def extend(self, features_TF: Tensor) -> None:
         """Takes the features of the next accepted tokens into the context."""
@@ -61,22 +62,25 @@ class DraftState:
 
     def _attend(self, layer: int, q_ABD: Tensor, keys_GBD: Tensor, values_GBD: Tensor) -> Tensor:
         """The interval of `attention.layout`, for the one block behind the cached context."""
-        window, size = self.drafter.config.window(layer), q_ABD.shape[1]
+        config, size = self.drafter.config, q_ABD.shape[1]
+        window, causal = config.window(layer), config.causal(layer)
         first = 0 if window is None else max(0, self.cache.length - window + 1)
         keys, values = self.cache.read(layer, first)
         keys = torch.cat((keys, keys_GBD), 1)[None]
         values = torch.cat((values, values_GBD), 1)[None]
-        mask = None if window is None else self._sliding_mask(size, self.cache.length - first, window)
+        mask = None
+        if window is not None or causal:
+            mask = self._mask(size, self.cache.length - first, window, causal)
         return F.scaled_dot_product_attention(q_ABD[None], keys, values, attn_mask=mask, enable_gqa=True)[0]
 
-    def _sliding_mask(self, size: int, context: int, window: int) -> Tensor:
-        key = (size, context)
-        if key not in self._sliding_masks:
-            device = self.block_B.device
-            slots_B1 = context + torch.arange(size, device=device)[:, None]
-            keys_K = torch.arange(context + size, device=device)
-            self._sliding_masks[key] = (keys_K <= slots_B1) & (keys_K > slots_B1 - window)
-        return self._sliding_masks[key]
+    def _mask(self, size: int, context: int, window: int | None, causal: bool) -> Tensor:
+        """With a window made once per shape: only the first rounds differ from each other."""
+        key, device = (size, context, causal), self.block_B.device
+        if window is None:
+            return behind_context(size, context, window, causal, device)
+        if key not in self._masks:
+            self._masks[key] = behind_context(size, context, window, causal, device)
+        return self._masks[key]
 
 
 class TargetState:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafter.loss import HeadScaling
+from draftsmith.drafter.traps import check_traps
 from draftsmith.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -18,7 +19,8 @@ class DrafterConfig:
 
     `target_layer_ids` are the taps: the *outputs* of those target layers. `layer_types` gives each draft layer
     `full_attention` (bidirectional in the block) or `sliding_attention` (causal in the block, `sliding_window` keys).
-    `rope_parameters` is the transformers dictionary with `rope_type` and `rope_theta`.
+    `rope_parameters` is the transformers dictionary with `rope_type` and `rope_theta`. `is_causal` overrides what the
+    layer types say about the block, for every layer; such drafters of other trainers can be evaluated, not trained.
     """
 
     hidden_size: int
@@ -40,13 +42,14 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    is_causal: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: a drafter needs at least 1")
         if self.block_size < 2:
-            raise InputError(f"drafter.block_size is {self.block_size}: a block needs the anchor and one slot, so >= 2")
+            raise InputError(f"block_size is {self.block_size}: a block needs the anchor and one slot, so >= 2")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -57,6 +60,14 @@ class DrafterConfig:
         unknown = set(self.layer_types) - {FULL, SLIDING}
         if unknown or not self.layer_types:
             raise InputError(f"layer_types must be a list of {FULL!r} and {SLIDING!r}, got {list(self.layer_types)}")
+        taps, top = self.target_layer_ids, self.num_target_layers - 2
+        if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > top:
+            raise InputError(
+                f"target_layer_ids is {list(taps)}: expected ascending layers within 0..{top} of the target's "
+                f"{self.num_target_layers} (the last one's output is read before its norm by some, after it by others)"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InputError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
 
     @property
     def feature_size(self) -> int:
@@ -71,9 +82,13 @@ class DrafterConfig:
         """The window of a draft layer, None for a full one."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
+    def causal(self, layer: int) -> bool:
+        """Whether a slot of this layer is blind to the later slots of its block."""
+        return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
+
     def to_json(self, dtype: str) -> dict[str, Any]:
         """The z-lab layout. Keys whose absence some loader fills with another value are always written; `is_causal`
-        never is, because two loaders let it override every layer and the third ignores it."""
+        is not unless it says something else than the layer types, because SGLang has not always read it."""
         dflash: dict[str, Any] = {
             "target_layer_ids": list(self.target_layer_ids),
             "mask_token_id": self.mask_token_id,
@@ -86,9 +101,11 @@ class DrafterConfig:
         if self.final_logit_softcapping is not None:
             dflash["final_logit_softcapping"] = self.final_logit_softcapping
         scaling = {k: v for k, v in self.rope_parameters.items() if k != "rope_theta"}
+        causality = {} if self.is_causal is None else {"is_causal": self.is_causal}
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
+            **causality,
             "block_size": self.block_size,
             "dflash_config": dflash,
             "num_target_layers": self.num_target_layers,
@@ -130,19 +147,18 @@ class DrafterConfig:
         nested = nested or {}
         if data.get("architectures") != ["DFlashDraftModel"]:
             raise InputError(f"{source}: architectures is {data.get('architectures')}, expected ['DFlashDraftModel']")
-        if data.get("is_causal") is not None:
-            raise InputError(f"{source}: is_causal is set; servers disagree about it, remove it and use layer_types")
 
         def need(key: str) -> Any:
             value = nested.get(key, data.get(key))
             if value is None:
-                raise InputError(f"{source}: {key} is missing; a drafter checkpoint must say it")
+                raise InputError(f"{key} is missing; a drafter checkpoint must say it")
             return value
 
         try:
+            check_traps(data)
             return cls._parsed(data, nested, need)
-        except InputError:
-            raise
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from None
         except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise InputError(f"{source}: a value has the wrong type: {error}") from None
 
@@ -153,20 +169,23 @@ class DrafterConfig:
             **(data.get("rope_scaling") or {}),
             "rope_theta": float(need("rope_theta")),
         }
-        heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
+        layers = tuple(data.get("layer_types") or [FULL] * int(need("num_hidden_layers")))
         softcap, window = nested.get("final_logit_softcapping"), data.get("sliding_window")
+        is_causal = data.get("is_causal")
+        if all(is_causal == (kind == SLIDING) for kind in layers):  # it says what the kinds say already
+            is_causal = None
         return cls(
-            hidden_size=hidden,
+            hidden_size=int(need("hidden_size")),
             intermediate_size=int(need("intermediate_size")),
-            num_attention_heads=heads,
+            num_attention_heads=int(need("num_attention_heads")),
             num_key_value_heads=int(need("num_key_value_heads")),
-            head_dim=int(data.get("head_dim") or hidden // heads),
+            head_dim=int(need("head_dim")),
             vocab_size=int(need("vocab_size")),
             rms_norm_eps=float(need("rms_norm_eps")),
             rope_parameters=dict(rope),
             max_position_embeddings=int(need("max_position_embeddings")),
             attention_bias=bool(data.get("attention_bias", False)),
-            layer_types=tuple(data.get("layer_types") or [FULL] * int(need("num_hidden_layers"))),
+            layer_types=layers,
             sliding_window=None if window is None else int(window),
             block_size=int(need("block_size")),
             target_layer_ids=tuple(int(tap) for tap in need("target_layer_ids")),
@@ -175,18 +194,34 @@ class DrafterConfig:
             input_embedding_scale=float(nested.get("input_embedding_scale", 1.0)),
             output_multiplier=float(nested.get("output_multiplier", 1.0)),
             final_logit_softcapping=None if softcap is None else float(softcap),
+            is_causal=None if is_causal is None else bool(is_causal),
         )
 
     @classmethod
     def read(cls, folder: Path) -> "DrafterConfig":
-        """From `folder/config.json`."""
+        """From `folder/config.json`.
+
+        Raises:
+            InputError: as `from_json`, or the folder has another layout.
+        """
         path = folder / "config.json"
-        if not path.is_file():
-            raise InputError(f"{path} does not exist: {folder} is not a drafter folder")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
+        data = read_json(path)
+        if isinstance(data, Mapping) and "speculators_model_type" in data:
+            raise InputError(f"{path} is in the speculators layout; first: draftsmith import {folder} OUT")
         return cls.from_json(data, path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a drafter's `config.json`.
+
+    Raises:
+        InputError: the file is not there, or no JSON.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: {path.parent} is not a drafter folder")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decisions import Decision
+from draftsmith.drafter.checkpoint import check_tensors
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import InputError
 
 
 def random_init(drafter: Drafter, seed: int) -> None:
@@ -87,17 +87,7 @@ def _norm_weight(norm: Any, size: int) -> Tensor | None:
 
 def init_from_checkpoint(drafter: Drafter, tensors: dict[str, Tensor], source: str) -> Decision:
     """Warm start: every tensor of the same name and shape; a shape that differs is an error, never skipped."""
-    wanted = drafter.state_dict()
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or extra:
-        raise InputError(
-            f"drafter.init {source}: tensors missing {missing[:3]}, unknown {extra[:3]}; "
-            "layers, bias and kind must match this config"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise InputError(
-                f"drafter.init {source}: {name} is {tuple(tensor.shape)}, this config needs {tuple(wanted[name].shape)}"
-            )
+    shapes = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
+    check_tensors(tensors, shapes, f"drafter.init {source}", "this config needs")
     drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     return Decision("drafter start", source, f"warm start, {len(tensors)} tensors")

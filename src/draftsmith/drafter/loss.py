@@ -19,7 +19,7 @@ MIN_CHUNK_LABELS = 128  # but enough labels for an efficient matrix product with
 
 @dataclass(frozen=True, slots=True)
 class HeadScaling:
-    """Between `hidden @ head.T` and the logits: `cap * tanh(multiplier * x / cap)`, as the servers do it."""
+    """Between `hidden @ head.T` and the logits: `cap * tanh(multiplier * x / cap)`, as dflash 0.1.0 does it."""
 
     multiplier: float = 1.0
     softcap: float | None = None

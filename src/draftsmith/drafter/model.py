@@ -193,6 +193,7 @@ class Drafter(nn.Module):
 
     def _plan(self, blocks: Blocks, window: int | None, like: Tensor) -> Any:
         config = self.config
+        assert config.is_causal is None, "such drafters are only decoded with"
         layout = BlockLayout(blocks.anchors, blocks.starts, config.block_size, window)
         return self.backend.plan(
             layout, config.num_attention_heads // config.num_key_value_heads, like.dtype, like.device

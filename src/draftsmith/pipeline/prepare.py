@@ -23,13 +23,12 @@ from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import init_from_checkpoint, init_from_target, random_init
 from draftsmith.drafter.loss import default_gamma
 from draftsmith.drafter.model import Drafter
+from draftsmith.drafter.traps import FIXED_ROPE
 from draftsmith.errors import ConfigError, InputError
 from draftsmith.pipeline.machine import Machine, this_machine
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.target.capture import check_taps, decoder_layers, default_taps
 from draftsmith.target.load import Target, TargetSpec, load_target
-
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # rotary kinds whose frequencies do not depend on the length
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -250,6 +249,10 @@ def check_published(ours: DrafterConfig, folder: Path, init: str, *, mask_token_
         ConfigError: it differs; says in what.
     """
     published = DrafterConfig.read(folder)
+    if published.is_causal is not None:
+        raise ConfigError(
+            f"drafter.init {init}: its is_causal is {published.is_causal}; such a drafter can be evaluated, not trained"
+        )
     keys = ["target_layer_ids", "block_size", "layer_types", "sliding_window"]
     for key in [*keys, "mask_token_id"] if mask_token_known else keys:
         mine, theirs = getattr(ours, key), getattr(published, key)

@@ -15,10 +15,9 @@ from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decisions import Ledger
 from draftsmith.decode.evaluate import EvalReport, evaluate
-from draftsmith.drafter.checkpoint import load_drafter, read_provenance
+from draftsmith.drafter.checkpoint import check_target, load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import InputError
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
@@ -92,14 +91,7 @@ def load_pair(
     """A target and its drafter for decoding; warns if the drafter was trained for another target."""
     drafter = load_drafter(draft, device)
     spec = TargetSpec(target_model, adapter=adapter)
-    shape = spec.config()
-    expected = (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size)
-    found = (drafter.config.num_target_layers, drafter.config.hidden_size, drafter.config.vocab_size)
-    if expected != found:
-        raise InputError(
-            f"--draft {draft} is for a target of {found[0]} layers, hidden size {found[1]} and vocabulary {found[2]}; "
-            f"{target_model} has {expected[0]}, {expected[1]} and {expected[2]}"
-        )
+    check_target(drafter.config, spec.config(), f"--draft {draft}", target_model)
     target = load_target(spec, drafter.config.target_layer_ids, device)
     trained_for = read_provenance(draft).get("target_fingerprint")
     if trained_for is not None and trained_for != target.fingerprint:

@@ -69,3 +69,19 @@ def slot_intervals(layout: BlockLayout) -> NDArray[np.int64]:
         return np.stack([start_Q, anchor_Q, first_Q, first_Q + size])
     low_Q = np.clip(anchor_Q + place_Q - window + 1, start_Q, anchor_Q)
     return np.stack([low_Q, anchor_Q, np.maximum(first_Q, slot_Q - window + 1), slot_Q + 1])
+
+
+def behind_context(size: int, context: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """Bool [size, context + size]: what the slots of one block see that stands right behind `context` keys.
+
+    Also for what drafters of other trainers may ask for: a causal full layer, and a sliding layer that is not causal,
+    whose window reaches as far ahead as back (dflash 0.1.0, `model.py`).
+    """
+    slots_B1 = context + torch.arange(size, device=device)[:, None]
+    keys_K = torch.arange(context + size, device=device)
+    seen_BK = torch.ones(size, context + size, dtype=torch.bool, device=device)
+    if causal:
+        seen_BK &= keys_K <= slots_B1
+    if window is not None:
+        seen_BK &= (keys_K - slots_B1).abs() < window
+    return seen_BK
