@@ -79,7 +79,28 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-new-tokens", type=int, default=256)
     evaluate.add_argument("--json", type=Path, metavar="F", help="write the figures here")
     evaluate.set_defaults(command=_eval)
+
+    data = commands.add_parser("data", help="prepare training data").add_subparsers(required=True, metavar="COMMAND")
+    prepare = data.add_parser("prepare", help="conversations to token ids and loss masks, once and in parallel")
+    prepare.add_argument("files", nargs="+", metavar="F", help="file, folder or hub data set; `demo`")
+    prepare.add_argument("--target", required=True, help="folder or hub id whose tokenizer and template to use")
+    prepare.add_argument("--revision", help="hub revision of the target")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    prepare.add_argument("--form", help="how records are read, instead of finding out for each file")
+    prepare.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
+    prepare.add_argument(
+        "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
+    )
+    prepare.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
+    prepare.add_argument("--processes", type=_count, help="default: as many as cores, one for small data")
+    prepare.set_defaults(command=_prepare)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -154,6 +175,27 @@ def _eval(options: argparse.Namespace) -> int:
         options.target, options.draft, options.prompts, options.max_new_tokens, options.json, options.adapter
     )
     return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from draftsmith.data.settings import parse_settings
+    from draftsmith.report.preparing import PrepareOptions, prepare_and_show
+
+    settings = parse_settings(options.thinking, options.template_argument, options.template_date)
+    with _stoppable() as (stop, code):
+        prepare_and_show(
+            PrepareOptions(
+                files=options.files,
+                target=options.target,
+                revision=options.revision,
+                out=options.out,
+                form=options.form,
+                template=settings,
+                processes=options.processes,
+            ),
+            stop,
+        )
+        return code()
 
 
 @contextmanager

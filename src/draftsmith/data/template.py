@@ -1,144 +1,405 @@
 """From a conversation to token ids and a loss mask, by the tokenizer's own chat template and nothing else.
 
 Where the template marks its answers (`{% generation %}`) the marks are the mask. Otherwise the conversation is
-rendered up to each answer and through it, and the difference is the answer: exact, or the conversation is refused.
-Header text is never searched for, so text that looks like a header inside a message cannot fool it.
+rendered up to each answer and through it, and the difference is the answer. Header text is never searched for, so text
+that looks like a header inside a message cannot fool it. What has been found is verified: decoding the supervised
+tokens gives the rendered answers back, and these hold what the messages say.
+
+Many templates rewrite earlier turns: Qwen3 drops their thinking, Harmony ends them differently. Then no single text
+holds every answer as it is generated, and the conversation becomes several documents, each ending where the target was
+asked, so that every answer is supervised exactly once and in the context in which it is served.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
+from jinja2 import Environment, nodes
 from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations import Conversation, Message, Prompt
+from draftsmith.data.settings import TemplateSettings
 from draftsmith.decisions import Decision
 from draftsmith.errors import ConfigError, InputError
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # templates are code
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+NOT_FAST = "target.model: its tokenizer does not tell where tokens lie in the text; use a fast one"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the names templates use
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Document:
-    """One conversation as the drafter sees it. `supervised_T` marks the answers with their end-of-turn token."""
+    """One text as the drafter sees it. `supervised_T` marks the answers with their end-of-turn token.
+
+    The first `prompt_tokens` are what the target is given to make the last answer; 0 if nobody asks for it.
+    """
 
     tokens_T: NDArray[np.int32]
     supervised_T: NDArray[np.bool_]
+    prompt_tokens: int = 0
 
 
 class Unusable(Exception):
-    """This conversation cannot be turned into a document; the message is the reason."""
+    """This conversation cannot be turned into documents; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A rendered conversation up to its last answer, and where the answers to supervise lie (characters)."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    asked: bool  # the text before the last answer is the prompt that the target is given
 
 
 class Renderer:
-    """Renders conversations and prompts with one tokenizer. Holds no state besides it."""
+    """Renders conversations and prompts with one tokenizer. Holds no state besides it.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Raises:
+        ConfigError: the template has no variable for a setting, so that it would have no effect.
+    """
+
+    def __init__(self, tokenizer: Any, settings: TemplateSettings | None = None) -> None:
         self.tokenizer = tokenizer
-        self.has_marks = bool(_MARK.search(_template(tokenizer)))
+        self.settings = settings or TemplateSettings()
+        self._template = _template(tokenizer)
+        self.has_marks = bool(_MARK.search(self._template))
         self.stop_ids = frozenset(i for i in [tokenizer.eos_token_id, *_end_of_turn_ids(tokenizer)] if i is not None)
+        self._ends = self.stop_ids | frozenset(tokenizer.all_special_ids)
+        self._variables, self._names = _used_by(self._template)
+        self._special = dict(tokenizer.special_tokens_map)
+        self._arguments = {**self._given_settings(), "strftime_now": self.settings.today.strftime}
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of all that decides what a conversation becomes, besides the conversation."""
+        if not self.tokenizer.is_fast:
+            raise InputError(NOT_FAST)
+        parts = [type(self.tokenizer).__name__, self._backend.to_str(), self._template, self._special]
+        versions = [transformers.__version__, tokenizers.__version__]
+        text = json.dumps([*parts, self.settings.to_json(), *versions], sort_keys=True, default=str)
+        return sha256(text.encode()).hexdigest()
 
     @property
-    def decision(self) -> Decision:
-        """How answers are found, for the log."""
-        if not _template(self.tokenizer):
-            return Decision("loss mask", "whole text", "the tokenizer has no chat template, only text can be used")
+    def decisions(self) -> tuple[Decision, ...]:
+        """How answers are found and what the template is told, for the log."""
+        if not self._template:
+            return (Decision("loss mask", "whole text", "the tokenizer has no chat template, only text can be used"),)
         if self.has_marks:
-            return Decision("loss mask", "generation marks", "the chat template marks its answers")
-        return Decision("loss mask", "prefix rendering", "the chat template has no generation marks")
+            made = [Decision("loss mask", "generation marks", "the chat template marks its answers")]
+        else:
+            made = [Decision("loss mask", "prefix rendering", "the chat template has no generation marks")]
+        if "strftime_now" in self._variables:
+            reason = "the chat template prints a date; a fixed one keeps runs repeatable"
+            made.append(Decision("date in the template", self.settings.today.isoformat(), reason))
+        switch = self._switch
+        if switch and switch not in self.settings.arguments:
+            given = self.settings.thinking
+            value = "the template's own default" if given is None else given
+            made.append(Decision("thinking", value, "set in the config" if given is not None else f"{switch} is unset"))
+        return tuple(made)
 
-    def document(self, conversation: Conversation) -> Document:
-        """Tokens and loss mask.
+    @property
+    def _switch(self) -> str | None:
+        return next((name for name in _THINKING_SWITCHES if name in self._variables), None)
+
+    def _given_settings(self) -> dict[str, Any]:
+        given = dict(self.settings.arguments)
+        for name in given:
+            if name not in self._variables:
+                raise ConfigError(
+                    f"data.template_arguments: the chat template has no variable {name}; it has "
+                    f"{', '.join(sorted(self._variables)) or 'none'}"
+                )
+        if self.settings.thinking is not None:
+            if self._switch is None:
+                raise ConfigError("data.thinking: the chat template has no switch for thinking; leave it out")
+            given.setdefault(self._switch, self.settings.thinking)
+        return given
+
+    def documents(self, conversation: Conversation) -> tuple[Document, ...]:
+        """Tokens and loss masks: one document, or several where the template rewrites earlier answers.
 
         Raises:
             Unusable: the template fails, or the answers cannot be found exactly.
         """
-        if conversation.text is not None:
+        if conversation.messages:
+            views = self._views(conversation.messages, conversation.tools)
+            return tuple(self._encode(view) for view in views)
+        if conversation.text is None:
+            return (self._given_tokens(conversation),)
+        if conversation.completion is None:
             tokens = self.tokenizer(conversation.text)["input_ids"]
-            return Document(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_))
-        text, answers = (
-            self._by_marks(conversation.messages) if self.has_marks else self._by_prefixes(conversation.messages)
-        )
-        tokens, mask = self._encode(text, answers)
-        return Document(np.array(tokens, np.int32), np.array(mask, np.bool_))
+            return (Document(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_)),)
+        return (self._completed(conversation.text, conversation.completion),)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids to answer: messages with the generation prompt, or raw text."""
+        if prompt.ids:
+            return list(prompt.ids)
         if prompt.text is not None:
             ids = list(self.tokenizer(prompt.text)["input_ids"])
         else:
             try:
-                ids = self._ids(self._render(prompt.messages, generation_prompt=True))
+                ids = self._ids(self._render(prompt.messages, prompt.tools, generation_prompt=True))
             except Unusable as error:
                 raise InputError(f"{prompt.source}: {error}") from error
         if not ids:
             raise InputError(f"{prompt.source}: the prompt has no token; remove it")
         return ids
 
-    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        return self._rendered(messages, add_generation_prompt=generation_prompt)[0]
+    def _given_tokens(self, conversation: Conversation) -> Document:
+        """Tokens that somebody else made: only their range can be checked."""
+        if max(conversation.input_ids) > self._last_id:
+            raise Unusable(f"token id {max(conversation.input_ids)}: the tokenizer's ids end at {self._last_id}")
+        return Document(np.array(conversation.input_ids, np.int32), np.array(conversation.loss_mask, np.bool_))
 
-    def _rendered(self, messages: Sequence[Message], **how: bool) -> tuple[str, list[tuple[int, int]]]:
+    @cached_property
+    def _last_id(self) -> int:
+        return int(max(self.tokenizer.get_vocab().values()))
+
+    def _completed(self, prompt: str, completion: str) -> Document:
+        """Raw text whose second half is learned, with the token that ends a text."""
+        before = list(self.tokenizer(prompt)["input_ids"])
+        tokens = list(self.tokenizer(prompt + completion)["input_ids"])
+        if tokens[: len(before)] != before:
+            raise Unusable(
+                "a token crosses the border of prompt and completion, so serving would see other tokens; move the "
+                "space or line break between them into the completion"
+            )
+        end = self.tokenizer.eos_token_id
+        if end is not None and tokens[-1] != end:
+            tokens.append(end)
+        mask = np.arange(len(tokens)) >= len(before)
+        return Document(np.array(tokens, np.int32), mask, len(before))
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool) -> str:
+        return self._rendered(messages, tools, add_generation_prompt=generation_prompt)[0]
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any], **how: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and where the generation marks lie in it if they are asked for."""
-        template = _template(self.tokenizer)
-        if not template:
+        if not self._template:
             raise Unusable("the target's tokenizer has no chat template; give plain text, or a tokenizer that has one")
+        if tools and "tools" not in self._variables:
+            raise Unusable("its tools would be lost: the chat template does not render any")
         try:
             # What `apply_chat_template` does, which cannot give the text and the marks together.
-            given = [{key: value for key, value in message.items() if value is not None} for message in messages]
             texts, marks = render_jinja_template(
-                [given], chat_template=template, **how, **self.tokenizer.special_tokens_map
+                [[self._given(message) for message in messages]],
+                tools=list(tools) or None,
+                chat_template=self._template,
+                **how,
+                **(self._special | self._arguments),
             )
         except _REFUSALS as error:
-            raise Unusable(f"the chat template refuses it: {error}") from error
+            raise Unusable(f"the chat template refuses it: {' '.join(str(error).split())}") from error
         return texts[0], [(start, stop) for start, stop in marks[0]] if marks else []
+
+    def _given(self, message: Message) -> Message:
+        """A message under the names that this template knows."""
+        given = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((key for key in _REASONING if key in given), None)
+        if reasoning is not None and reasoning not in self._names:
+            known = next((key for key in _REASONING if key in self._names), reasoning)
+            given[known] = given.pop(reasoning)
+        if "tool_calls" in given:
+            given["tool_calls"] = [self._called(call) for call in given["tool_calls"]]
+        return given
+
+    def _called(self, call: Any) -> Any:
+        """A tool call inside `function`, its arguments parsed unless the template takes strings."""
+        if not isinstance(call, dict):
+            return call
+        call = call if "function" in call else {"type": "function", "function": call}
+        function = call["function"]
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str) and "string" not in self._names:
+            try:
+                function = function | {"arguments": json.loads(function["arguments"])}
+            except ValueError:
+                return call
+            return call | {"function": function}
+        return call
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _by_marks(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text and where its answers lie (characters)."""
-        return self._rendered(messages, return_assistant_tokens_mask=True)
+    def _views(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[_View]:
+        """Texts that together hold every answer once, as it is generated. Turns after the last answer are left out:
+        they teach nothing."""
+        missing = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        find = self._by_marks if self.has_marks else _Prefixes(self, messages, tools)
+        views: list[_View] = []
+        while missing:
+            last = missing[-1]
+            text, found = find(messages[: last + 1], tools, missing)
+            answers = tuple(found[turn] for turn in missing if turn in found)
+            views.append(_View(text, answers, self._asks(messages, tools, last, text[: answers[-1][0]])))
+            missing = [turn for turn in missing if turn not in found]
+        return views[::-1]
 
-    def _by_prefixes(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The same by rendering up to each answer and through it."""
-        full = self._render(messages, generation_prompt=False)
-        answers: list[tuple[int, int]] = []
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:turn], generation_prompt=True)
-            through = self._render(messages[: turn + 1], generation_prompt=False)
-            if not (through.startswith(before) and full.startswith(through)):
-                raise Unusable(
-                    f"the chat template renders turn {turn} differently inside a longer conversation, so its tokens "
-                    "cannot be told exactly; split the conversation or use a template with generation marks"
-                )
-            answers.append((len(before), len(through)))
-        return full, answers
+    def _asks(self, messages: Sequence[Message], tools: Sequence[Any], last: int, before: str) -> bool:
+        """Whether the target, asked for this answer, is given exactly `before`."""
+        if last == 0 or messages[last - 1]["role"] not in ("user", "tool"):
+            return False
+        return not self.has_marks or self._render(messages[:last], tools, generation_prompt=True) == before
 
-    def _encode(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Tokens of the text, and the mask of the answers, each up to its last end-of-turn token."""
+    def _by_marks(
+        self, messages: Sequence[Message], tools: Sequence[Any], wanted: Sequence[int]
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The rendered text, and where it shows those of the wanted answers that it shows whole."""
+        text, marks = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(marks) != len(turns):
+            raise Unusable(
+                f"the chat template marks {len(marks)} answers for {len(turns)} assistant turns; mend its generation "
+                "marks, or remove them to have answers found by rendering prefixes"
+            )
+        places = dict(zip(turns, marks, strict=True))
+        found = {t: places[t] for t in wanted if _lost(messages[t], text[slice(*places[t])]) is None}
+        _check_last(messages, text[slice(*places[turns[-1]])])
+        return text, found
+
+    def _encode(self, view: _View) -> Document:
+        """Tokens of a view, and the mask of its answers, each up to its end-of-turn token."""
         if not self.tokenizer.is_fast:
-            raise InputError("target.model: its tokenizer does not tell where tokens lie in the text; use a fast one")
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        mask = [False] * len(tokens)
-        for start, stop in answers:
-            before = self._ids(text[:start])  # what the target sees when it is served
-            first = last = len(before)
-            while last < len(tokens) and offsets[last][0] < stop:
-                last += 1
+            raise InputError(NOT_FAST)
+        encoded = self._backend.encode(view.text, add_special_tokens=False)
+        tokens, offsets = encoded.ids, encoded.offsets
+        mask, first = np.zeros(len(tokens), np.bool_), 0
+        for start, stop in view.answers:
+            before = self._backend.encode(view.text[:start], add_special_tokens=False).ids  # what serving sees
+            first, last = len(before), bisect_left(offsets, (stop, -1))
             if tokens[:first] != before or (last > first and offsets[last - 1][1] > stop):
                 raise Unusable("a token crosses the border of an answer, so serving would see other tokens")
-            last = next((i + 1 for i in range(last - 1, first - 1, -1) if tokens[i] in self.stop_ids), last)
-            mask[first:last] = [True] * (last - first)
-        return tokens, mask
+            last = self._end_of_turn(view.text, tokens, offsets, first, last)
+            self._check_decoded(tokens, first, last, view.text[start : offsets[last - 1][1] if last > first else start])
+            mask[first:last] = True
+        return Document(np.array(tokens, np.int32), mask, first if view.asked else 0)
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer without its Python shell, which costs more than the work."""
+        self.tokenizer("", add_special_tokens=False)  # takes back truncation and padding that its file may ask for
+        return self.tokenizer.backend_tokenizer
+
+    def _end_of_turn(self, text: str, tokens: list[int], offsets: list[tuple[int, int]], first: int, last: int) -> int:
+        """Where an answer ends: behind its end-of-turn token if only white space follows, which is not generated."""
+        end = last
+        while end > first and tokens[end - 1] not in self._ends and not text[slice(*offsets[end - 1])].strip():
+            end -= 1
+        return end if end > first and tokens[end - 1] in self._ends else last
+
+    def _check_decoded(self, tokens: list[int], first: int, last: int, text: str) -> None:
+        """Decoding the tokens of an answer gives the answer, as far as the tokenizer keeps text at all."""
+        decode = self._backend.decode
+        decoded = decode(tokens[first:last], skip_special_tokens=False)
+        if decoded == text:
+            return
+        normalizer = self._backend.normalizer
+        if normalizer is not None and decoded == normalizer.normalize_str(text):
+            return
+        before = decode(tokens[:first], skip_special_tokens=False)  # a space may belong to what stands before
+        if decode(tokens[:last], skip_special_tokens=False) != before + text:
+            raise Unusable(f"the tokenizer loses text: {decoded[:60]!r} comes back for the answer {text[:60]!r}")
+
+
+class _Prefixes:
+    """Finds answers of one conversation by rendering up to each of them and through it, each prefix once."""
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]) -> None:
+        self._renderer, self._messages, self._tools = renderer, messages, tools
+        self._kept: dict[tuple[int, bool], str] = {}
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Any], wanted: Sequence[int]
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The rendered messages, and where they show those of the wanted answers that they show whole."""
+        text = self._prefix(len(messages), False)
+        found: dict[int, tuple[int, int]] = {}
+        for turn in wanted:
+            before, through = self._prefix(turn, True), self._prefix(turn + 1, False)
+            if not through.startswith(before):
+                raise Unusable(
+                    f"the chat template renders turn {turn} without the prompt that asks for it, so its tokens cannot "
+                    "be told exactly; use a template with generation marks, or data rendered to input_ids and loss_mask"
+                )
+            if text.startswith(through):
+                found[turn] = (len(before), len(through))
+                _check_last(self._messages[: turn + 1], through[len(before) :])
+        return text, found
+
+    def _prefix(self, stop: int, generation_prompt: bool) -> str:
+        key = (stop, generation_prompt)
+        if key not in self._kept:
+            messages = self._messages[:stop]
+            self._kept[key] = self._renderer._render(messages, self._tools, generation_prompt=generation_prompt)
+        return self._kept[key]
+
+
+def _check_last(messages: Sequence[Message], shown: str) -> None:
+    lost = _lost(messages[-1], shown)
+    if lost is not None:
+        raise Unusable(
+            f"the chat template does not show all of turn {len(messages) - 1}: {lost[:60]!r} is missing or changed, so "
+            "the answer would be taught without it; use another template or remove it from the data"
+        )
+
+
+def _lost(message: Message, shown: str) -> str | None:
+    """A part of an answer that its rendering does not hold, or None. White space at the borders is the template's."""
+    return next((part for part in _parts(message) if part not in shown), None)
+
+
+def _parts(message: Message) -> Iterator[str]:
+    thought, end, said = str(message["content"]).rpartition("</think>")
+    yield said.strip()
+    if end:
+        yield thought.strip().removeprefix("<think>").strip()
+    for key in _REASONING:
+        if isinstance(message.get(key), str):
+            yield message[key].strip()
+    for call in message.get("tool_calls") or ():
+        name = call.get("function", call).get("name") if isinstance(call, dict) else None
+        yield str(name or "")
+
+
+class _Marks(Extension):
+    """Lets a template with generation marks be parsed."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _used_by(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables that a template takes, and all names, keys and tests it mentions; nothing if it cannot be read."""
+    try:
+        tree = Environment(extensions=[_Marks, "jinja2.ext.loopcontrols"]).parse(template)
+        variables = find_undeclared_variables(tree)
+    except TemplateError:
+        return frozenset(), frozenset()  # rendering says what is wrong with it
+    names = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.name for node in tree.find_all(nodes.Test)}
+    names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    ours = {"messages", "add_generation_prompt", "raise_exception"}
+    return frozenset(variables - ours), frozenset(names)
 
 
 def _template(tokenizer: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.config import Config
+from draftsmith.data.hub import may_be_hub
 from draftsmith.data.packing import RowSource
 from draftsmith.data.template import Renderer, choose_mask_token
 from draftsmith.decisions import Decision, Ledger
@@ -32,6 +33,7 @@ from draftsmith.pipeline.prepare import (
     choose_shape,
     choose_steps,
     eval_prompts,
+    make_renderer,
     outline,
     packing_settings,
     read_corpus,
@@ -88,8 +90,9 @@ def _tokens(config: Config, known: Outline, rows: int, decide: Ledger) -> tuple[
         wanted = config.drafter.mask_token
         decide(Decision("mask token", wanted or "decided at load", "set in the config" if wanted else reason))
         return None, wanted
-    renderer = Renderer(tokenizer)
-    decide(renderer.decision)
+    renderer = make_renderer(config, tokenizer)
+    for decision in renderer.decisions:
+        decide(decision)
     mask_token: int = decide(choose_mask_token(tokenizer, rows, config.drafter.mask_token))
     return renderer, mask_token
 
@@ -128,7 +131,8 @@ def _data(config: Config, target_config: Any, renderer: Renderer | None, mask_to
 
 
 def _missing(name: str) -> bool:
-    return name != "demo" and not Path(name).is_file()
+    """Whether a file is not here; a name that may be a hub data set is asked for."""
+    return name != "demo" and not Path(name.partition(":")[0]).exists() and not may_be_hub(name)
 
 
 def sizes_of(config: Config, known: Outline, weights: int, shape: DrafterConfig, document_tokens: int) -> Sizes:

@@ -12,6 +12,7 @@ from draftsmith.config import Config, Devices
 from draftsmith.data.conversations import Prompt, read_prompts
 from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
+from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.template import Renderer, choose_mask_token
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.decode.cache import TargetCache
@@ -68,8 +69,9 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     TargetCache(target.model, target.config)  # refuses a target that no drafter could serve, before any training
     if known.spec.adapter:
         decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
-    renderer = Renderer(target.tokenizer)
-    decide(renderer.decision)
+    renderer = make_renderer(config, target.tokenizer)
+    for decision in renderer.decisions:
+        decide(decision)
     mask_token = decide(choose_mask_token(target.tokenizer, target.embedding_VH.shape[0], config.drafter.mask_token))
     shape = choose_shape(config, known.target_config, known.taps, mask_token, target.embedding_VH.shape[0])
     drafter = Drafter(shape)
@@ -248,7 +250,14 @@ def read_corpus(
         mask_token=mask_token,
         row_tokens=min(config.data.row_tokens, positions),
         hold_out_prompts=config.eval.prompts is None if hold_out is None else hold_out,
+        form=config.data.form,
     )
+
+
+def make_renderer(config: Config, tokenizer: Any) -> Renderer:
+    """The template as this config sets it."""
+    data = config.data
+    return Renderer(tokenizer, TemplateSettings(data.thinking, data.template_arguments, data.template_date))
 
 
 def eval_prompts(config: Config, corpus: Corpus) -> list[Prompt]:
