@@ -22,14 +22,12 @@ from typing import Any
 import numpy as np
 import tokenizers
 import transformers
-from jinja2 import Environment, nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
 from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations import Conversation, Message, Prompt
+from draftsmith.data.jinja import dated, used_by
 from draftsmith.data.settings import TemplateSettings
 from draftsmith.decisions import Decision
 from draftsmith.errors import ConfigError, InputError
@@ -79,10 +77,14 @@ class Renderer:
         self._template = _template(tokenizer)
         self.has_marks = bool(_MARK.search(self._template))
         self.stop_ids = frozenset(i for i in [tokenizer.eos_token_id, *_end_of_turn_ids(tokenizer)] if i is not None)
-        self._ends = self.stop_ids | frozenset(tokenizer.all_special_ids)
-        self._variables, self._names = _used_by(self._template)
+        self._stops = frozenset(tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)))
+        self._ends = self._stops | frozenset(tokenizer.all_special_tokens)
+        self._lengths = sorted({len(token) for token in self._ends if token}, reverse=True)
+        self._used = used_by(self._template)
         self._special = dict(tokenizer.special_tokens_map)
-        self._arguments = {**self._given_settings(), "strftime_now": self.settings.today.strftime}
+        self._arguments = self._given_settings()
+        if "strftime_now" in self._used.variables:
+            self._template = dated(self._template, self._used.names, self.settings.today)
 
     @cached_property
     def key(self) -> str:
@@ -103,7 +105,7 @@ class Renderer:
             made = [Decision("loss mask", "generation marks", "the chat template marks its answers")]
         else:
             made = [Decision("loss mask", "prefix rendering", "the chat template has no generation marks")]
-        if "strftime_now" in self._variables:
+        if "strftime_now" in self._used.variables:
             reason = "the chat template prints a date; a fixed one keeps runs repeatable"
             made.append(Decision("date in the template", self.settings.today.isoformat(), reason))
         switch = self._switch
@@ -115,21 +117,26 @@ class Renderer:
 
     @property
     def _switch(self) -> str | None:
-        return next((name for name in _THINKING_SWITCHES if name in self._variables), None)
+        return next((name for name in _THINKING_SWITCHES if name in self._used.variables), None)
 
     def _given_settings(self) -> dict[str, Any]:
         given = dict(self.settings.arguments)
         for name in given:
-            if name not in self._variables:
+            if name not in self._used.variables:
                 raise ConfigError(
                     f"data.template_arguments: the chat template has no variable {name}; it has "
-                    f"{', '.join(sorted(self._variables)) or 'none'}"
+                    f"{', '.join(sorted(self._used.variables)) or 'none'}"
                 )
         if self.settings.thinking is not None:
             if self._switch is None:
                 raise ConfigError("data.thinking: the chat template has no switch for thinking; leave it out")
             given.setdefault(self._switch, self.settings.thinking)
         return given
+
+    @property
+    def hint(self) -> str:
+        """What may help where answers do not continue the prompt."""
+        return "; or set data.thinking to how the answers were made" if self._switch else ""
 
     def documents(self, conversation: Conversation) -> tuple[Document, ...]:
         """Tokens and loss masks: one document, or several where the template rewrites earlier answers.
@@ -196,7 +203,7 @@ class Renderer:
         """The text, and where the generation marks lie in it if they are asked for."""
         if not self._template:
             raise Unusable("the target's tokenizer has no chat template; give plain text, or a tokenizer that has one")
-        if tools and "tools" not in self._variables:
+        if tools and "tools" not in self._used.variables:
             raise Unusable("its tools would be lost: the chat template does not render any")
         try:
             # What `apply_chat_template` does, which cannot give the text and the marks together.
@@ -215,26 +222,30 @@ class Renderer:
         """A message under the names that this template knows."""
         given = {key: value for key, value in message.items() if value is not None}
         reasoning = next((key for key in _REASONING if key in given), None)
-        if reasoning is not None and reasoning not in self._names:
-            known = next((key for key in _REASONING if key in self._names), reasoning)
+        if reasoning is not None and reasoning not in self._used.names:
+            known = next((key for key in _REASONING if key in self._used.names), reasoning)
             given[known] = given.pop(reasoning)
         if "tool_calls" in given:
             given["tool_calls"] = [self._called(call) for call in given["tool_calls"]]
         return given
 
     def _called(self, call: Any) -> Any:
-        """A tool call inside `function`, its arguments parsed unless the template takes strings."""
+        """A tool call inside `function`, with its arguments as the template takes them: as an object or as JSON."""
         if not isinstance(call, dict):
             return call
         call = call if "function" in call else {"type": "function", "function": call}
         function = call["function"]
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str) and "string" not in self._names:
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if self._used.call_arguments == "object" and isinstance(arguments, str):
             try:
-                function = function | {"arguments": json.loads(function["arguments"])}
+                arguments = json.loads(arguments)
             except ValueError:
                 return call
-            return call | {"function": function}
-        return call
+        elif self._used.call_arguments == "json" and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        else:
+            return call
+        return call | {"function": function | {"arguments": arguments}}
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -248,6 +259,11 @@ class Renderer:
         while missing:
             last = missing[-1]
             text, found = find(messages[: last + 1], tools, missing)
+            if last not in found:
+                raise Unusable(
+                    f"the chat template does not show all of turn {last} (content, thinking and calls, unchanged), so "
+                    "it would be taught without that; use another template, or remove it from the data"
+                )
             answers = tuple(found[turn] for turn in missing if turn in found)
             views.append(_View(text, answers, self._asks(messages, tools, last, text[: answers[-1][0]])))
             missing = [turn for turn in missing if turn not in found]
@@ -265,15 +281,16 @@ class Renderer:
         """The rendered text, and where it shows those of the wanted answers that it shows whole."""
         text, marks = self._rendered(messages, tools, return_assistant_tokens_mask=True)
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(marks) != len(turns):  # some mark the end of the text too
+            marks = [(start, stop) for start, stop in marks if text[start:stop].strip() not in self._ends]
         if len(marks) != len(turns):
             raise Unusable(
                 f"the chat template marks {len(marks)} answers for {len(turns)} assistant turns; mend its generation "
                 "marks, or remove them to have answers found by rendering prefixes"
             )
         places = dict(zip(turns, marks, strict=True))
-        found = {t: places[t] for t in wanted if _lost(messages[t], text[slice(*places[t])]) is None}
-        _check_last(messages, text[slice(*places[turns[-1]])])
-        return text, found
+        found = {turn: self._shown(messages, turn, text, *places[turn]) for turn in wanted}
+        return text, {turn: place for turn, place in found.items() if place is not None}
 
     def _encode(self, view: _View) -> Document:
         """Tokens of a view, and the mask of its answers, each up to its end-of-turn token."""
@@ -286,8 +303,7 @@ class Renderer:
             before = self._backend.encode(view.text[:start], add_special_tokens=False).ids  # what serving sees
             first, last = len(before), bisect_left(offsets, (stop, -1))
             if tokens[:first] != before or (last > first and offsets[last - 1][1] > stop):
-                raise Unusable("a token crosses the border of an answer, so serving would see other tokens")
-            last = self._end_of_turn(view.text, tokens, offsets, first, last)
+                raise Unusable("a token crosses the border of an answer, so serving would see other tokens" + self.hint)
             self._check_decoded(tokens, first, last, view.text[start : offsets[last - 1][1] if last > first else start])
             mask[first:last] = True
         return Document(np.array(tokens, np.int32), mask, first if view.asked else 0)
@@ -298,12 +314,34 @@ class Renderer:
         self.tokenizer("", add_special_tokens=False)  # takes back truncation and padding that its file may ask for
         return self.tokenizer.backend_tokenizer
 
-    def _end_of_turn(self, text: str, tokens: list[int], offsets: list[tuple[int, int]], first: int, last: int) -> int:
-        """Where an answer ends: behind its end-of-turn token if only white space follows, which is not generated."""
-        end = last
-        while end > first and tokens[end - 1] not in self._ends and not text[slice(*offsets[end - 1])].strip():
-            end -= 1
-        return end if end > first and tokens[end - 1] in self._ends else last
+    def _shown(
+        self, messages: Sequence[Message], turn: int, text: str, start: int, stop: int
+    ) -> tuple[int, int] | None:
+        """Where an answer that the template renders at `start:stop` begins and ends; None if it is not all there.
+
+        Its end is behind the end-of-turn token, if nothing but white space and other special tokens follows: those
+        belong to the template, not to the answer.
+        """
+        shown, parts = text[start:stop], [part for part in _parts(messages[turn]) if part]
+        if not all(part in shown for part in parts):
+            return None
+        for find in (shown.rfind, shown.find):  # the second if the answer itself ends like a turn
+            said = max((find(part) + len(part) for part in parts), default=0)
+            end = self._end_of_turn(shown, said)
+            if end:
+                return start, start + end
+        return start, stop
+
+    def _end_of_turn(self, shown: str, said: int) -> int:
+        """Where the end-of-turn token behind `said` ends: the first that stops the target, else the last special
+        token; 0 if there is none at the end of the text."""
+        last = inner = 0
+        end = len(shown.rstrip())
+        while special := next((n for n in self._lengths if end - n >= said and shown[end - n : end] in self._ends), 0):
+            last = last or end
+            inner = end if shown[end - special : end] in self._stops else inner
+            end = len(shown[: end - special].rstrip())
+        return inner or last
 
     def _check_decoded(self, tokens: list[int], first: int, last: int, text: str) -> None:
         """Decoding the tokens of an answer gives the answer, as far as the tokenizer keeps text at all."""
@@ -337,11 +375,12 @@ class _Prefixes:
             if not through.startswith(before):
                 raise Unusable(
                     f"the chat template renders turn {turn} without the prompt that asks for it, so its tokens cannot "
-                    "be told exactly; use a template with generation marks, or data rendered to input_ids and loss_mask"
+                    "be told exactly; use a template with generation marks, or data rendered to input_ids and "
+                    f"loss_mask{self._renderer.hint}"
                 )
-            if text.startswith(through):
-                found[turn] = (len(before), len(through))
-                _check_last(self._messages[: turn + 1], through[len(before) :])
+            place = self._renderer._shown(self._messages, turn, through, len(before), len(through))
+            if place is not None and text.startswith(through[: place[1]]):
+                found[turn] = place
         return text, found
 
     def _prefix(self, stop: int, generation_prompt: bool) -> str:
@@ -352,21 +391,8 @@ class _Prefixes:
         return self._kept[key]
 
 
-def _check_last(messages: Sequence[Message], shown: str) -> None:
-    lost = _lost(messages[-1], shown)
-    if lost is not None:
-        raise Unusable(
-            f"the chat template does not show all of turn {len(messages) - 1}: {lost[:60]!r} is missing or changed, so "
-            "the answer would be taught without it; use another template or remove it from the data"
-        )
-
-
-def _lost(message: Message, shown: str) -> str | None:
-    """A part of an answer that its rendering does not hold, or None. White space at the borders is the template's."""
-    return next((part for part in _parts(message) if part not in shown), None)
-
-
 def _parts(message: Message) -> Iterator[str]:
+    """What the rendering of an answer must hold. White space at the borders is the template's."""
     thought, end, said = str(message["content"]).rpartition("</think>")
     yield said.strip()
     if end:
@@ -379,29 +405,6 @@ def _parts(message: Message) -> Iterator[str]:
         yield str(name or "")
 
 
-class _Marks(Extension):
-    """Lets a template with generation marks be parsed."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _used_by(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The variables that a template takes, and all names, keys and tests it mentions; nothing if it cannot be read."""
-    try:
-        tree = Environment(extensions=[_Marks, "jinja2.ext.loopcontrols"]).parse(template)
-        variables = find_undeclared_variables(tree)
-    except TemplateError:
-        return frozenset(), frozenset()  # rendering says what is wrong with it
-    names = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.name for node in tree.find_all(nodes.Test)}
-    names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    ours = {"messages", "add_generation_prompt", "raise_exception"}
-    return frozenset(variables - ours), frozenset(names)
-
-
 def _template(tokenizer: Any) -> str:
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -411,7 +414,7 @@ def _template(tokenizer: Any) -> str:
 
 def _end_of_turn_ids(tokenizer: Any) -> list[int]:
     """Special tokens that end a turn where the eos token does not."""
-    names = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
+    names = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|call|>")
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[name] for name in names if name in vocabulary]
 
