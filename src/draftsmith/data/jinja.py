@@ -1,7 +1,6 @@
 """What can be told about a chat template by reading it."""
 
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -53,13 +52,6 @@ def _is_arguments(node: nodes.Expr | None) -> bool:
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
     return isinstance(node, nodes.Name) and node.name == "arguments"
-
-
-def dated(template: str, names: frozenset[str], today: date) -> str:
-    """The template with a `strftime_now` of its own, for the formats it mentions: transformers passes no functions."""
-    known = {name: today.strftime(name) for name in sorted(names) if "%" in name}
-    other = "raise_exception('draftsmith does not know the date format ' + format)"
-    return f"{{% macro strftime_now(format) %}}{{{{ {known!r}.get(format) or {other} }}}}{{% endmacro %}}\n{template}"
 
 
 class _Marks(Extension):

@@ -146,7 +146,7 @@ def _records_of(container: str, file: IO[bytes]) -> Iterator[Record]:
 def _text_container(path: Path) -> str:
     """`values` for an array of records or records that span lines, else `lines`: by content, not by name."""
     with _opened(path) as (file, _):
-        lines = islice(_lines(file), 2)
+        lines = (line for line in _lines(file) if line[1].strip() != BOM)
         first, second = next(lines, None), next(lines, None)
     if first is None:
         return "lines"
@@ -166,10 +166,10 @@ def _lines(file: IO[bytes]) -> Iterator[Record]:
     while raw := file.readline(MAX_RECORD_BYTES + 1):
         number += 1
         rest = raw
-        while len(rest) > BLOCK_BYTES and not rest.endswith(b"\n"):  # too long: its beginning is refused
+        while len(rest) > MAX_RECORD_BYTES and not rest.endswith(b"\n"):  # too long: its beginning is refused
             rest = file.readline(MAX_RECORD_BYTES + 1)
         if not raw.isspace():
-            yield number, raw
+            yield number, raw.rstrip(b"\r\n")  # a last line without its end is the same record
 
 
 _MARK = re.compile(rb'["\[\]{},]')

@@ -12,7 +12,6 @@ asked, so that every answer is supervised exactly once and in the context in whi
 
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,18 +23,19 @@ import tokenizers
 import transformers
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
 from draftsmith.data.conversations import Conversation, Message, Prompt
-from draftsmith.data.jinja import dated, used_by
+from draftsmith.data.encoding import Encoder, Unusable
+from draftsmith.data.jinja import used_by
 from draftsmith.data.settings import TemplateSettings
+from draftsmith.data.special_tokens import end_of_turn_ids, template_of
 from draftsmith.decisions import Decision
 from draftsmith.errors import ConfigError, InputError
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # templates are code
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
-NOT_FAST = "target.model: its tokenizer does not tell where tokens lie in the text; use a fast one"
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message, by the names templates use
 
 
@@ -51,10 +51,6 @@ class Document:
     prompt_tokens: int = 0
 
 
-class Unusable(Exception):
-    """This conversation cannot be turned into documents; the message is the reason."""
-
-
 @dataclass(frozen=True, slots=True)
 class _View:
     """A rendered conversation up to its last answer, and where the answers to supervise lie (characters)."""
@@ -65,7 +61,7 @@ class _View:
 
 
 class Renderer:
-    """Renders conversations and prompts with one tokenizer. Holds no state besides it.
+    """Renders conversations and prompts with one tokenizer. Holds no state besides it and what it has tokenised often.
 
     Raises:
         ConfigError: the template has no variable for a setting, so that it would have no effect.
@@ -74,24 +70,20 @@ class Renderer:
     def __init__(self, tokenizer: Any, settings: TemplateSettings | None = None) -> None:
         self.tokenizer = tokenizer
         self.settings = settings or TemplateSettings()
-        self._template = _template(tokenizer)
+        self._template = template_of(tokenizer)
         self.has_marks = bool(_MARK.search(self._template))
-        self.stop_ids = frozenset(i for i in [tokenizer.eos_token_id, *_end_of_turn_ids(tokenizer)] if i is not None)
+        self.stop_ids = frozenset(i for i in [tokenizer.eos_token_id, *end_of_turn_ids(tokenizer)] if i is not None)
         self._stops = frozenset(tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)))
         self._ends = self._stops | frozenset(tokenizer.all_special_tokens)
         self._lengths = sorted({len(token) for token in self._ends if token}, reverse=True)
         self._used = used_by(self._template)
         self._special = dict(tokenizer.special_tokens_map)
         self._arguments = self._given_settings()
-        if "strftime_now" in self._used.variables:
-            self._template = dated(self._template, self._used.names, self.settings.today)
 
     @cached_property
     def key(self) -> str:
         """Hash of all that decides what a conversation becomes, besides the conversation."""
-        if not self.tokenizer.is_fast:
-            raise InputError(NOT_FAST)
-        parts = [type(self.tokenizer).__name__, self._backend.to_str(), self._template, self._special]
+        parts = [type(self.tokenizer).__name__, self._encoder.backend.to_str(), self._template, self._special]
         versions = [transformers.__version__, tokenizers.__version__]
         text = json.dumps([*parts, self.settings.to_json(), *versions], sort_keys=True, default=str)
         return sha256(text.encode()).hexdigest()
@@ -146,7 +138,7 @@ class Renderer:
         """
         if conversation.messages:
             views = self._views(conversation.messages, conversation.tools)
-            return tuple(self._encode(view) for view in views)
+            return tuple(self._document(view) for view in views)
         if conversation.text is None:
             return (self._given_tokens(conversation),)
         if conversation.completion is None:
@@ -175,6 +167,16 @@ class Renderer:
             raise Unusable(f"token id {max(conversation.input_ids)}: the tokenizer's ids end at {self._last_id}")
         return Document(np.array(conversation.input_ids, np.int32), np.array(conversation.loss_mask, np.bool_))
 
+    def _document(self, view: _View) -> Document:
+        tokens, mask, prompt_tokens = self._encoder.encode(view.text, view.answers)
+        return Document(np.array(tokens, np.int32), mask, prompt_tokens if view.asked else 0)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        if not self.tokenizer.is_fast:
+            raise InputError("target.model: its tokenizer does not tell where tokens lie in the text; use a fast one")
+        return Encoder(self.tokenizer, self.hint)
+
     @cached_property
     def _last_id(self) -> int:
         return int(max(self.tokenizer.get_vocab().values()))
@@ -195,7 +197,7 @@ class Renderer:
         return Document(np.array(tokens, np.int32), mask, len(before))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool) -> str:
-        return self._rendered(messages, tools, add_generation_prompt=generation_prompt)[0]
+        return self._rendered(messages, tools, generation_prompt=generation_prompt)[0]
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Any], **how: bool
@@ -206,17 +208,21 @@ class Renderer:
         if tools and "tools" not in self._used.variables:
             raise Unusable("its tools would be lost: the chat template does not render any")
         try:
-            # What `apply_chat_template` does, which cannot give the text and the marks together.
-            texts, marks = render_jinja_template(
-                [[self._given(message) for message in messages]],
-                tools=list(tools) or None,
-                chat_template=self._template,
-                **how,
-                **(self._special | self._arguments),
-            )
+            return self._filled([self._given(message) for message in messages], list(tools) or None, **how)
         except _REFUSALS as error:
             raise Unusable(f"the chat template refuses it: {' '.join(str(error).split())}") from error
-        return texts[0], [(start, stop) for start, stop in marks[0]] if marks else []
+
+    def _filled(
+        self, messages: list[Message], tools: list[Any] | None, generation_prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """What `apply_chat_template` does inside, which cannot give the text and the marks together."""
+        template = _compile_jinja_template(self._template)
+        given = self._special | self._arguments | {"strftime_now": self.settings.today.strftime}
+        if not marks:
+            asked = {"messages": messages, "tools": tools, "documents": None}
+            return template.render(**asked, add_generation_prompt=generation_prompt, **given), []
+        text, places = _render_with_assistant_indices(template, messages, tools, None, generation_prompt, **given)
+        return text, [(start, stop) for start, stop in places]
 
     def _given(self, message: Message) -> Message:
         """A message under the names that this template knows."""
@@ -279,7 +285,7 @@ class Renderer:
         self, messages: Sequence[Message], tools: Sequence[Any], wanted: Sequence[int]
     ) -> tuple[str, dict[int, tuple[int, int]]]:
         """The rendered text, and where it shows those of the wanted answers that it shows whole."""
-        text, marks = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        text, marks = self._rendered(messages, tools, marks=True)
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marks) != len(turns):  # some mark the end of the text too
             marks = [(start, stop) for start, stop in marks if text[start:stop].strip() not in self._ends]
@@ -291,28 +297,6 @@ class Renderer:
         places = dict(zip(turns, marks, strict=True))
         found = {turn: self._shown(messages, turn, text, *places[turn]) for turn in wanted}
         return text, {turn: place for turn, place in found.items() if place is not None}
-
-    def _encode(self, view: _View) -> Document:
-        """Tokens of a view, and the mask of its answers, each up to its end-of-turn token."""
-        if not self.tokenizer.is_fast:
-            raise InputError(NOT_FAST)
-        encoded = self._backend.encode(view.text, add_special_tokens=False)
-        tokens, offsets = encoded.ids, encoded.offsets
-        mask, first = np.zeros(len(tokens), np.bool_), 0
-        for start, stop in view.answers:
-            before = self._backend.encode(view.text[:start], add_special_tokens=False).ids  # what serving sees
-            first, last = len(before), bisect_left(offsets, (stop, -1))
-            if tokens[:first] != before or (last > first and offsets[last - 1][1] > stop):
-                raise Unusable("a token crosses the border of an answer, so serving would see other tokens" + self.hint)
-            self._check_decoded(tokens, first, last, view.text[start : offsets[last - 1][1] if last > first else start])
-            mask[first:last] = True
-        return Document(np.array(tokens, np.int32), mask, first if view.asked else 0)
-
-    @cached_property
-    def _backend(self) -> Any:
-        """The tokenizer without its Python shell, which costs more than the work."""
-        self.tokenizer("", add_special_tokens=False)  # takes back truncation and padding that its file may ask for
-        return self.tokenizer.backend_tokenizer
 
     def _shown(
         self, messages: Sequence[Message], turn: int, text: str, start: int, stop: int
@@ -342,19 +326,6 @@ class Renderer:
             inner = end if shown[end - special : end] in self._stops else inner
             end = len(shown[: end - special].rstrip())
         return inner or last
-
-    def _check_decoded(self, tokens: list[int], first: int, last: int, text: str) -> None:
-        """Decoding the tokens of an answer gives the answer, as far as the tokenizer keeps text at all."""
-        decode = self._backend.decode
-        decoded = decode(tokens[first:last], skip_special_tokens=False)
-        if decoded == text:
-            return
-        normalizer = self._backend.normalizer
-        if normalizer is not None and decoded == normalizer.normalize_str(text):
-            return
-        before = decode(tokens[:first], skip_special_tokens=False)  # a space may belong to what stands before
-        if decode(tokens[:last], skip_special_tokens=False) != before + text:
-            raise Unusable(f"the tokenizer loses text: {decoded[:60]!r} comes back for the answer {text[:60]!r}")
 
 
 class _Prefixes:
@@ -403,44 +374,3 @@ def _parts(message: Message) -> Iterator[str]:
     for call in message.get("tool_calls") or ():
         name = call.get("function", call).get("name") if isinstance(call, dict) else None
         yield str(name or "")
-
-
-def _template(tokenizer: Any) -> str:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default", "")
-    return template or ""
-
-
-def _end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Special tokens that end a turn where the eos token does not."""
-    names = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|call|>")
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[name] for name in names if name in vocabulary]
-
-
-def choose_mask_token(tokenizer: Any, embedding_rows: int, wanted: int | None) -> Decision:
-    """The id that fills the slots to be drafted: the tokenizer's own mask token, else an unused reserved one, else an
-    id past the tokenizer but inside the embedding.
-
-    Raises:
-        ConfigError: `wanted` is out of range, or there is no such id.
-    """
-    if wanted is not None:
-        if not 0 <= wanted < embedding_rows:
-            raise ConfigError(f"drafter.mask_token is {wanted}: the embedding has ids 0..{embedding_rows - 1}")
-        return Decision("mask token", wanted, "set in the config")
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < embedding_rows:
-        return Decision("mask token", tokenizer.mask_token_id, f"{tokenizer.mask_token}, the tokenizer's own")
-    template = _template(tokenizer)
-    for index, token in sorted(tokenizer.added_tokens_decoder.items()):
-        name = str(token.content)
-        if index < embedding_rows and name not in template and ("reserved" in name or "unused" in name):
-            return Decision("mask token", index, f"{name}, a reserved token that the template never uses")
-    past = max(tokenizer.get_vocab().values()) + 1  # not the number of tokens: ids may have gaps
-    if past < embedding_rows:
-        return Decision("mask token", past, f"first id past the tokenizer, inside the embedding of {embedding_rows}")
-    raise ConfigError(
-        "drafter.mask_token: the tokenizer has no mask token, no reserved token and the embedding no spare row; "
-        "set drafter.mask_token to an id that never occurs in your data"
-    )

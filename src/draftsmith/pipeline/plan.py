@@ -15,7 +15,8 @@ import torch
 from draftsmith.config import Config
 from draftsmith.data.hub import may_be_hub
 from draftsmith.data.packing import RowSource
-from draftsmith.data.template import Renderer, choose_mask_token
+from draftsmith.data.special_tokens import choose_mask_token
+from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.drafter.checkpoint import find_drafter
 from draftsmith.drafter.config import DrafterConfig

@@ -13,7 +13,8 @@ from draftsmith.data.conversations import Prompt, read_prompts
 from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
 from draftsmith.data.settings import TemplateSettings
-from draftsmith.data.template import Renderer, choose_mask_token
+from draftsmith.data.special_tokens import choose_mask_token
+from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.decode.cache import TargetCache
 from draftsmith.drafter.anchors import anchor_count
