@@ -33,6 +33,8 @@ from draftsmith.data.special_tokens import end_of_turn_ids, template_of
 from draftsmith.decisions import Decision
 from draftsmith.errors import ConfigError, InputError
 
+__all__ = ["Document", "Renderer", "TemplateSettings", "Unusable"]
+
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # templates are code
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
