@@ -93,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
     prepare.add_argument("--processes", type=_count, help="default: as many as cores, one for small data")
+    prepare.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
+    prepare.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
     prepare.set_defaults(command=_prepare)
     return parser
 
@@ -181,6 +183,8 @@ def _prepare(options: argparse.Namespace) -> int:
     from draftsmith.data.settings import parse_settings
     from draftsmith.report.preparing import PrepareOptions, prepare_and_show
 
+    if options.drop_contaminated and not options.prompts:
+        raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
     settings = parse_settings(options.thinking, options.template_argument, options.template_date)
     with _stoppable() as (stop, code):
         prepare_and_show(
@@ -192,6 +196,8 @@ def _prepare(options: argparse.Namespace) -> int:
                 form=options.form,
                 template=settings,
                 processes=options.processes,
+                prompts=options.prompts,
+                drop_contaminated=options.drop_contaminated,
             ),
             stop,
         )

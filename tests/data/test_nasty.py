@@ -10,6 +10,7 @@ import pytest
 
 from chats import CHATML, chat, tokenizer
 from draftsmith.data.conversations import Reject, find_sources
+from draftsmith.data.crew import Work
 from draftsmith.data.prepare import Prepared, Preparer
 from draftsmith.data.rendered import Rendered
 from draftsmith.data.shards import read_prepared
@@ -138,7 +139,7 @@ def corpus() -> bytes:
 
 
 def prepared(path: Path, out: Path, renderer: Renderer) -> tuple[Prepared, dict[int, Rendered | Reject]]:
-    made = Preparer(find_sources([str(path)]), renderer, out, 1).run(threading.Event(), lambda progress: None)
+    made = Preparer(find_sources([str(path)]), Work(renderer), out, 1).run(threading.Event(), lambda progress: None)
     assert made is not None
     items = list(read_prepared(out, renderer.key))
     by_line = {item.line: item for item in items}

@@ -18,7 +18,7 @@ from chats import CHATML, LLAMA3, THINKING, chat, tokenizer
 from draftsmith.data import sources
 from draftsmith.data.conversations import find_sources
 from draftsmith.data.corpus import Corpus, build_corpus
-from draftsmith.data.crew import processes_for
+from draftsmith.data.crew import Work, processes_for
 from draftsmith.data.prepare import Prepared, Preparer, Progress, count_duplicates
 from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.shards import Shard
@@ -65,7 +65,7 @@ def prepare(
         if len(seen) == stop_at:
             stop.set()
 
-    return Preparer(find_sources(files), renderer, out, processes).run(stop, progress)
+    return Preparer(find_sources(files), Work(renderer), out, processes).run(stop, progress)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -148,7 +148,7 @@ def test_two_at_once_are_refused(tmp_path: Path, renderer: Renderer) -> None:
         except ConfigError as error:
             heard.append(str(error))
 
-    Preparer(find_sources([path]), renderer, tmp_path / "out", 1).run(threading.Event(), again)
+    Preparer(find_sources([path]), Work(renderer), tmp_path / "out", 1).run(threading.Event(), again)
     assert "is being prepared by another process" in heard[0]
 
 
@@ -226,7 +226,7 @@ def test_a_worker_that_dies_is_reported_and_what_is_done_is_kept(tmp_path: Path,
             os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
 
     with pytest.raises(InputError, match="a worker process died"):
-        Preparer(find_sources([path]), renderer, tmp_path / "out", 2).run(threading.Event(), kill)
+        Preparer(find_sources([path]), Work(renderer), tmp_path / "out", 2).run(threading.Event(), kill)
     assert not multiprocessing.active_children()
     resumed = prepare([path], tmp_path / "out", renderer)
     assert resumed is not None

@@ -2,13 +2,15 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations import Conversation, chunk_conversations
-from draftsmith.data.rendered import render
-from draftsmith.data.shards import ShardCounts, write_shard
+from draftsmith.data.contamination import PromptIndex
+from draftsmith.data.conversations import Conversation, Reject, chunk_conversations
+from draftsmith.data.rendered import Rendered, render
+from draftsmith.data.shards import Contained, ShardCounts, write_shard
 from draftsmith.data.sources import Chunk
 from draftsmith.data.template import Renderer
 from draftsmith.errors import InputError
@@ -16,21 +18,50 @@ from draftsmith.errors import InputError
 WORTH_OTHERS_BYTES = 8 * 2**20
 
 
-def make_shard(renderer: Renderer, chunk: Chunk, path: Path) -> ShardCounts:
-    """One chunk's work."""
-    items = [render(item, renderer) if isinstance(item, Conversation) else item for item in chunk_conversations(chunk)]
-    return write_shard(path, chunk.source.name, items)
+@dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """What is done to every chunk: rendered, and compared with evaluation prompts if there are any."""
+
+    renderer: Renderer
+    prompts: PromptIndex | None = None
+    drop: bool = False
+
+    @property
+    def key(self) -> str:
+        """Hash of all that decides what becomes of a record."""
+        if self.prompts is None:
+            return self.renderer.key
+        return f"{self.renderer.key} {self.prompts.key} {self.drop}"
+
+    def make_shard(self, chunk: Chunk, path: Path) -> ShardCounts:
+        """One chunk's work."""
+        contains: list[Contained] = []
+        items = [self._item(item, contains) for item in chunk_conversations(chunk)]
+        return write_shard(path, chunk.source.name, items, contains)
+
+    def _item(self, item: Conversation | Reject, contains: list[Contained]) -> Rendered | Reject:
+        if isinstance(item, Reject):
+            return item
+        made = render(item, self.renderer)
+        if self.prompts is None or isinstance(made, Reject):
+            return made
+        found = self.prompts.find(item)
+        contains += [Contained(item.line, f.prompt, round(f.overlap, 4), self.drop) for f in found]
+        if not (found and self.drop):
+            return made
+        share = f"{found[0].overlap:.0%} of its n-grams"
+        return Reject(item.file, item.line, f"contains the evaluation prompt {found[0].prompt} ({share})")
 
 
 class Alone:
     """The work done here and now, for small data."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     def make(self, number: int, chunk: Chunk, path: Path) -> Iterator[tuple[int, ShardCounts]]:
         """Makes one shard."""
-        yield number, make_shard(self._renderer, chunk, path)
+        yield number, self._work.make_shard(chunk, path)
 
     def finish(self) -> Iterator[tuple[int, ShardCounts]]:
         """Nothing is left to do."""
@@ -47,14 +78,14 @@ class Crew:
     Results come in any order.
     """
 
-    def __init__(self, renderer: Renderer, processes: int) -> None:
+    def __init__(self, work: Work, processes: int) -> None:
         context = get_context("spawn")
         self._idle: list[Any] = []
         self._busy: dict[Any, int] = {}  # pipe -> number of its chunk
         self._workers: list[Any] = []
         for number in range(processes):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(theirs, renderer), name=f"prepare {number}", daemon=True)
+            worker = context.Process(target=_run, args=(theirs, work), name=f"prepare {number}", daemon=True)
             worker.start()
             theirs.close()
             self._idle.append(ours)
@@ -101,7 +132,7 @@ class Crew:
             yield self._busy.pop(pipe), result
 
 
-def _work(pipe: Any, renderer: Renderer) -> None:
+def _run(pipe: Any, work: Work) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     while True:
         try:
@@ -109,7 +140,7 @@ def _work(pipe: Any, renderer: Renderer) -> None:
         except (EOFError, OSError):
             return
         try:
-            result: Any = make_shard(renderer, chunk, path)
+            result: Any = work.make_shard(chunk, path)
         except Exception as error:  # noqa: BLE001 - the parent raises it
             result = error
         pipe.send(result)

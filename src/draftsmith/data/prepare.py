@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.crew import Alone, Crew
+from draftsmith.data.crew import Alone, Crew, Work
 from draftsmith.data.shards import (
+    CONTAMINATION,
     FORMAT,
     MANIFEST,
     REJECTS,
@@ -32,7 +33,6 @@ from draftsmith.data.shards import (
     read_manifest,
 )
 from draftsmith.data.sources import Chunk, Source, read_chunks
-from draftsmith.data.template import Renderer
 from draftsmith.errors import ConfigError
 
 HASHES_AT_ONCE = 2**23  # 64 MiB: duplicates are counted in as many passes as that takes
@@ -51,7 +51,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a finished folder holds. `reused` of its `shards` were there before."""
+    """What a finished folder holds. `contaminated` conversations contain `prompts_found` evaluation prompts; `reused`
+    of its `shards` were there before."""
 
     kept: int
     rejected: int
@@ -59,6 +60,8 @@ class Prepared:
     tokens: int
     supervised: int
     duplicates: int
+    contaminated: int
+    prompts_found: int
     lengths: dict[str, int]
     shards: int
     reused: int
@@ -70,8 +73,8 @@ class Preparer:
     A chunk per worker is under way, one more is read ahead, and what comes back is counts.
     """
 
-    def __init__(self, sources: Sequence[Source], renderer: Renderer, out: Path, processes: int) -> None:
-        self._sources, self._renderer, self._out, self._processes = sources, renderer, out, processes
+    def __init__(self, sources: Sequence[Source], work: Work, out: Path, processes: int) -> None:
+        self._sources, self._work, self._out, self._processes = sources, work, out, processes
         self._total_bytes = sum(source.path.stat().st_size for source in sources)
         self._names: dict[int, str] = {}  # of the shards, by chunk
         self._counts: dict[int, ShardCounts] = {}
@@ -87,7 +90,7 @@ class Preparer:
         with _locked(self._out):
             self._check_folder()
             (self._out / SHARDS).mkdir(exist_ok=True)
-            crew = Alone(self._renderer) if self._processes == 1 else Crew(self._renderer, self._processes)
+            crew = Alone(self._work) if self._processes == 1 else Crew(self._work, self._processes)
             try:
                 finished = self._make_shards(crew, stop, progress)
             finally:
@@ -115,8 +118,10 @@ class Preparer:
         """What makes a folder another folder: not the content of the files, which may grow."""
         return {
             "format": FORMAT,
-            "rendering_key": self._renderer.key,
-            "template_settings": self._renderer.settings.to_json(),
+            "rendering_key": self._work.renderer.key,
+            "template_settings": self._work.renderer.settings.to_json(),
+            "evaluation_prompts": self._work.prompts.key if self._work.prompts else None,
+            "drop_contaminated": self._work.drop,
             "files": [source.name for source in self._sources],
         }
 
@@ -148,7 +153,7 @@ class Preparer:
     def _chunk_key(self, chunk: Chunk) -> str:
         """Hash of everything a shard is made from."""
         source, lines = chunk.source, [line for line, _ in chunk.records]
-        head = [FORMAT, self._renderer.key, source.name, source.form, source.strict]
+        head = [FORMAT, self._work.key, source.name, source.form, source.strict]
         digest = sha256(json.dumps(head).encode())
         digest.update(np.array([lines, [len(raw) for _, raw in chunk.records]], np.int64).tobytes())
         digest.update(b"".join(raw for _, raw in chunk.records))
@@ -170,6 +175,8 @@ class Preparer:
         folder = self._out / SHARDS
         paths = [folder / name for name in names]
         _replace_text(self._out / REJECTS, _reject_lines(paths))
+        if self._work.prompts is not None:
+            _replace_text(self._out / CONTAMINATION, _contamination_lines(paths))
         counts = [self._counts[number] for number in sorted(self._counts)]
         lengths: Counter[int] = Counter()
         for count in counts:
@@ -181,6 +188,8 @@ class Preparer:
             tokens=sum(c.tokens for c in counts),
             supervised=sum(c.supervised for c in counts),
             duplicates=count_duplicates(paths),
+            contaminated=sum(len({entry.line for entry in Shard(path).contains}) for path in paths),
+            prompts_found=len({entry.prompt for path in paths for entry in Shard(path).contains}),
             lengths={str(length): lengths[length] for length in sorted(lengths)},
             shards=len(names),
             reused=self._reused,
@@ -199,6 +208,12 @@ def _reject_lines(paths: Sequence[Path]) -> Iterator[str]:
     for path in paths:
         for reject in Shard(path).rejects:
             yield reject.to_json() + "\n"
+
+
+def _contamination_lines(paths: Sequence[Path]) -> Iterator[str]:
+    for shard in map(Shard, paths):
+        for entry in shard.contains:
+            yield json.dumps({"file": shard.counts.file, **asdict(entry)}, ensure_ascii=False) + "\n"
 
 
 def _replace_text(path: Path, parts: Iterator[str] | Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from draftsmith.data.template import Document
 from draftsmith.errors import InputError
 
 FORMAT = "draftsmith data 1"
-MANIFEST, REJECTS, SHARDS = "manifest.json", "rejects.jsonl", "shards"
+MANIFEST, REJECTS, CONTAMINATION, SHARDS = "manifest.json", "rejects.jsonl", "contamination.jsonl", "shards"
 SCHEMA = pa.schema(
     [
         ("line", pa.int64()),
@@ -50,11 +50,24 @@ class ShardCounts:
     lengths: Mapping[str, int]
 
 
-def write_shard(path: Path, file: str, items: Sequence[Rendered | Reject]) -> ShardCounts:
+@dataclass(frozen=True, slots=True)
+class Contained:
+    """An evaluation prompt that the conversation of a line contains; `dropped`: it became a reject for that."""
+
+    line: int
+    prompt: str
+    overlap: float
+    dropped: bool
+
+
+def write_shard(
+    path: Path, file: str, items: Sequence[Rendered | Reject], contains: Sequence[Contained] = ()
+) -> ShardCounts:
     """Writes a shard in one step: it is there whole or not at all."""
     rendered = [item for item in items if isinstance(item, Rendered)]
     rejects = [{"line": item.line, "reason": item.reason} for item in items if isinstance(item, Reject)]
     rows = [(item, document) for item in rendered for document in item.documents]
+    about = {"rejects": rejects, "contains": [asdict(entry) for entry in contains]}
     counts = _count(file, len(rendered), len(rejects), [document for _, document in rows])
     table = pa.record_batch(
         [
@@ -65,7 +78,7 @@ def write_shard(path: Path, file: str, items: Sequence[Rendered | Reject]) -> Sh
             _ragged([document.tokens_T for _, document in rows], np.int32),
             _ragged([document.supervised_T for _, document in rows], np.uint8),
         ],
-        schema=SCHEMA.with_metadata({"draftsmith": json.dumps({**asdict(counts), "rejects": rejects})}),
+        schema=SCHEMA.with_metadata({"draftsmith": json.dumps({**asdict(counts), **about})}),
     )
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as out:
@@ -119,6 +132,10 @@ class Shard:
     @property
     def rejects(self) -> list[Reject]:
         return [Reject(self.about["file"], reject["line"], reject["reason"]) for reject in self.about["rejects"]]
+
+    @property
+    def contains(self) -> list[Contained]:
+        return [Contained(**entry) for entry in self.about["contains"]]
 
     def items(self) -> Iterator[Rendered | Reject]:
         """Conversations and rejects by line."""

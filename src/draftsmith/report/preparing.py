@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from draftsmith.data.conversations import find_sources
-from draftsmith.data.crew import processes_for
+from draftsmith.data.contamination import PromptIndex
+from draftsmith.data.conversations import find_sources, read_prompts
+from draftsmith.data.crew import Work, processes_for
 from draftsmith.data.prepare import Prepared, Preparer, Progress
 from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.template import Renderer
@@ -36,6 +37,8 @@ class PrepareOptions:
     form: str | None
     template: TemplateSettings
     processes: int | None
+    prompts: Sequence[str] = ()
+    drop_contaminated: bool = False
 
 
 def prepare_and_show(options: PrepareOptions, stop: threading.Event) -> None:
@@ -47,15 +50,19 @@ def prepare_and_show(options: PrepareOptions, stop: threading.Event) -> None:
     reason = "asked for" if options.processes else f"{total_bytes / 1e6:,.1f} MB to read"
     for decision in [*(s.decision for s in sources), *renderer.decisions, Decision("processes", processes, reason)]:
         say(str(decision))
+    index = PromptIndex(read_prompts(options.prompts)) if options.prompts else None
+    work = Work(renderer, index, options.drop_contaminated)
     begin = time.perf_counter()
     with _Shown(total_bytes) as shown:
-        prepared = Preparer(sources, renderer, options.out, processes).run(stop, shown)
+        prepared = Preparer(sources, work, options.out, processes).run(stop, shown)
     if prepared is None:
         say(f"stopped; the same command goes on from here: {options.out} keeps what is done")
         return
     seconds = time.perf_counter() - begin
     for line in summary_lines(prepared):
         say(line)
+    if options.prompts:
+        say(contamination_line(prepared, options))
     speed = (
         f"{(prepared.kept + prepared.rejected) / seconds:,.0f} conversations/s, {total_bytes / seconds / 1e6:.1f} MB/s"
     )
@@ -63,6 +70,15 @@ def prepare_and_show(options: PrepareOptions, stop: threading.Event) -> None:
     if prepared.rejected:
         say(f"why conversations were rejected: {options.out}/rejects.jsonl")
     say(f"{prepared.kept} conversations kept, {prepared.rejected} rejected")
+
+
+def contamination_line(prepared: Prepared, options: PrepareOptions) -> str:
+    """How many conversations contain evaluation prompts, and what to do about it."""
+    found = f"{prepared.contaminated} conversations contain {prepared.prompts_found} of the evaluation prompts"
+    if not prepared.contaminated:
+        return f"contamination: {found}"
+    did = "dropped" if options.drop_contaminated else "kept; --drop-contaminated drops them"
+    return f"contamination: {found}, {did}: {options.out}/contamination.jsonl"
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
