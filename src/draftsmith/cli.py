@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
     start = commands.add_parser("init", help="write a commented config that trains")
     start.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
-    start.add_argument("--data", required=True, nargs="+", metavar="F", help="JSONL files of conversations")
+    start.add_argument("--data", required=True, nargs="+", metavar="F", help="files or folders of conversations")
     start.add_argument("--out", type=Path, default=Path("draftsmith.yaml"), help="default draftsmith.yaml")
     start.set_defaults(command=_init)
 

@@ -81,6 +81,6 @@ def test_what_is_found_is_reported_and_dropped_if_asked(drop: bool, tmp_path: Pa
 
 def test_the_prompts_are_part_of_what_a_folder_is_made_from() -> None:
     renderer = Renderer(tokenizer(CHATML))
-    works = [Work(renderer), Work(renderer, PromptIndex([asked("a b c d e f")])),
-             Work(renderer, PromptIndex([asked("a b c d e f")]), drop=True), Work(renderer, PromptIndex([asked("g")]))]  # fmt: skip
+    one, other = PromptIndex([asked("a b c d e f")]), PromptIndex([asked("g")])
+    works = [Work(renderer), Work(renderer, one), Work(renderer, one, drop=True), Work(renderer, other)]
     assert len({work.key for work in works}) == 4

@@ -216,6 +216,7 @@ def test_duplicates_are_counted_in_passes_as_in_one(tmp_path: Path, renderer: Re
     assert count_duplicates(paths, at_once=7) == count_duplicates(paths) == made.duplicates
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_reported_and_what_is_done_is_kept(tmp_path: Path, renderer: Renderer) -> None:
     import multiprocessing
 

@@ -121,8 +121,8 @@ def test_the_form_is_found_for_each_file(form: str, name: str, tmp_path: Path) -
     path = written(tmp_path / name, [FORMS[form]])
     source = open_source("shown", path)
     assert source.form == form
-    container = "lines" if name == "a.jsonl" else "parquet"
-    assert str(source.decision) == f"form of shown: {form} in {container} (keys of its record 1)"
+    where = "lines (the keys in line 1)" if name == "a.jsonl" else "parquet (the keys in row 1)"
+    assert str(source.decision) == f"form of shown: {form} in {where}"
     (item,) = read_conversations([str(path)])
     assert isinstance(item, Conversation)
 
@@ -146,7 +146,7 @@ def test_a_form_can_be_asked_for(tmp_path: Path) -> None:
 def test_form_is_found_behind_broken_records(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{broken\n[1]\n{"other": 1}\n{"text": "x"}\n')
-    assert open_source("a", path).reason == "keys of its record 4"
+    assert open_source("a", path).reason == "the keys in line 4"
     path.write_text("{broken\n")
     assert open_source("a", path).reason == "no known form among its first 100 records"
 

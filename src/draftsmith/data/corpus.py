@@ -6,8 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from draftsmith.data.conversations import Conversation, Prompt, Reject, as_prompt, hold_out, read_conversations
+from draftsmith.data.hub import is_prepared
 from draftsmith.data.rendered import Rendered, render
-from draftsmith.data.shards import is_prepared, read_prepared
+from draftsmith.data.shards import read_prepared
 from draftsmith.data.template import Document, Renderer
 from draftsmith.drafter.anchors import eligible_anchors
 from draftsmith.errors import NothingToTrainOnError

@@ -22,7 +22,13 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather")
 NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json")
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
           "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
+MANIFEST, UNFINISHED, SHARDS = "manifest.json", "preparing.json", "shards"  # of a folder of `data prepare`
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_prepared(name: str) -> bool:
+    """Whether a name of training data is a folder that `data prepare` finished."""
+    return (Path(name) / MANIFEST).is_file() and (Path(name) / SHARDS).is_dir()
 
 
 def find_files(name: str, key: str = "data.train") -> list[tuple[str, Path]]:
@@ -41,6 +47,10 @@ def find_files(name: str, key: str = "data.train") -> list[tuple[str, Path]]:
         if not may_be_hub(name):
             return [(name, Path(name))]  # reading it says what is wrong
         folder = _download(place, chosen, key)
+    if is_prepared(place):
+        raise InputError(f"{key}: {place} is prepared data already; `train` takes it as it is")
+    if (folder / UNFINISHED).is_file():
+        raise InputError(f"{key}: {place} is not finished; run the same `draftsmith data prepare` again")
     files = _files_of(folder, place, chosen, key)
     return [(f"{place}/{path.relative_to(folder).as_posix()}", path) for path in files]
 

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data.crew import Alone, Crew, Work
+from draftsmith.data.hub import MANIFEST, SHARDS, UNFINISHED
 from draftsmith.data.shards import (
     CONTAMINATION,
     FORMAT,
-    MANIFEST,
     REJECTS,
-    SHARDS,
     Shard,
     ShardCounts,
     conversation_starts,
@@ -100,7 +99,7 @@ class Preparer:
     def _check_folder(self) -> None:
         """The folder is empty, or was begun by the same command."""
         about = self._about()
-        path = self._out / "preparing.json"
+        path = self._out / UNFINISHED
         inside = {entry.name for entry in self._out.iterdir()}
         if path.is_file() or MANIFEST in inside:
             before = read_manifest(self._out) if MANIFEST in inside else json.loads(path.read_text(encoding="utf-8"))
@@ -200,7 +199,7 @@ class Preparer:
         _replace_text(self._out / MANIFEST, [json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"])
         for path in set(folder.iterdir()) - set(paths):
             path.unlink()
-        (self._out / "preparing.json").unlink(missing_ok=True)
+        (self._out / UNFINISHED).unlink(missing_ok=True)
         return result
 
 

@@ -19,12 +19,13 @@ import pyarrow.ipc
 from numpy.typing import NDArray
 
 from draftsmith.data.conversations import Reject
+from draftsmith.data.hub import MANIFEST, SHARDS
 from draftsmith.data.rendered import Rendered
 from draftsmith.data.template import Document
 from draftsmith.errors import InputError
 
 FORMAT = "draftsmith data 1"
-MANIFEST, REJECTS, CONTAMINATION, SHARDS = "manifest.json", "rejects.jsonl", "contamination.jsonl", "shards"
+REJECTS, CONTAMINATION = "rejects.jsonl", "contamination.jsonl"
 SCHEMA = pa.schema(
     [
         ("line", pa.int64()),
@@ -172,11 +173,6 @@ class Shard:
 def conversation_starts(lines: NDArray[np.int64]) -> list[int]:
     """Rows that begin a conversation: documents of one conversation stand together and share its line."""
     return np.flatnonzero(np.diff(lines, prepend=-1)).tolist()
-
-
-def is_prepared(name: str) -> bool:
-    """Whether a name of training data is a folder that `data prepare` finished."""
-    return (Path(name) / MANIFEST).is_file() and (Path(name) / SHARDS).is_dir()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def open_source(name: str, path: Path, form: str | None = None, key: str = "data
             except Malformed:
                 continue
             if found:
-                return Source(name, path, container, found, False, f"keys of its record {line}")
+                where = "row" if path.suffix in TABLES else "line"
+                return Source(name, path, container, found, False, f"the keys in {where} {line}")
     return Source(name, path, container, "messages", False, f"no known form among its first {LOOK_AT} records")
 
 
