@@ -118,9 +118,9 @@ def test_a_target_without_an_mlp_width_gets_one() -> None:
         (
             ["--target", "demo", "--data", "bad.jsonl"],
             1,
-            "holds no conversation in its first 100 lines; first reason: ",
+            "holds no conversation in its first 100 records; first reason: ",
         ),
-        (["--target", "demo", "--data", "empty.jsonl"], 1, "first reason: no lines"),
+        (["--target", "demo", "--data", "empty.jsonl"], 1, "first reason: no records"),
         (["--target", "demo", "--data", "demo", "--out", "bad.jsonl"], 2, "--out bad.jsonl exists"),
         (["--target", "demo", "--data", "demo", "--out", "no/c.yaml"], 2, "--out no/c.yaml cannot be written: No such"),
     ],

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     start = commands.add_parser("init", help="write a commented config that trains")
     start.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
-    start.add_argument("--data", required=True, nargs="+", metavar="F", help="JSONL files of conversations")
+    start.add_argument("--data", required=True, nargs="+", metavar="F", help="files or folders of conversations")
     start.add_argument("--out", type=Path, default=Path("draftsmith.yaml"), help="default draftsmith.yaml")
     start.set_defaults(command=_init)
 
@@ -139,6 +139,29 @@ def _compiler_cache() -> Path | None:
     if not caches.is_absolute() or not os.access(nearest, os.W_OK | os.X_OK):
         return None
     return caches / "draftsmith" / "compiler"
+    data = commands.add_parser("data", help="prepare training data").add_subparsers(required=True, metavar="COMMAND")
+    prepare = data.add_parser("prepare", help="conversations to token ids and loss masks, once and in parallel")
+    prepare.add_argument("files", nargs="+", metavar="F", help="file, folder or hub data set; `demo`")
+    prepare.add_argument("--target", required=True, help="folder or hub id whose tokenizer and template to use")
+    prepare.add_argument("--revision", help="hub revision of the target")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    prepare.add_argument("--form", help="how records are read, instead of finding out for each file")
+    prepare.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
+    prepare.add_argument(
+        "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
+    )
+    prepare.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
+    prepare.add_argument("--processes", type=_count, help="default: as many as cores, one for small data")
+    prepare.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
+    prepare.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
+    prepare.set_defaults(command=_prepare)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -285,6 +308,31 @@ def _target_spec(options: argparse.Namespace) -> "TargetSpec | None":
     if options.adapter and not options.target:
         raise ConfigError("--adapter changes a target; give --target too")
     return TargetSpec(options.target, adapter=options.adapter) if options.target else None
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from draftsmith.data.settings import parse_settings
+    from draftsmith.report.preparing import PrepareOptions, prepare_and_show
+
+    if options.drop_contaminated and not options.prompts:
+        raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
+    settings = parse_settings(options.thinking, options.template_argument, options.template_date)
+    with _stoppable() as (stop, code):
+        prepare_and_show(
+            PrepareOptions(
+                files=options.files,
+                target=options.target,
+                revision=options.revision,
+                out=options.out,
+                form=options.form,
+                template=settings,
+                processes=options.processes,
+                prompts=options.prompts,
+                drop_contaminated=options.drop_contaminated,
+            ),
+            stop,
+        )
+        return code()
 
 
 @contextmanager

@@ -6,12 +6,14 @@ The text of a field is its documentation. Files may leave out any key that has a
 import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from draftsmith.data.settings import TODAY
 from draftsmith.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -44,7 +46,13 @@ class TargetSection(Section):
 
 
 class DataSection(Section):
-    train: Files = Field(min_length=1, description="JSONL files (.gz too); `demo` are the embedded conversations")
+    train: Files = Field(
+        min_length=1, description="files, folders, hub data sets or folders of `data prepare`; `demo`: embedded ones"
+    )
+    form: str | None = Field(None, description="how records are read, see data.md; default: found out for each file")
+    thinking: bool | None = Field(None, description="the chat template's switch for thinking; default: left alone")
+    template_arguments: dict[str, Any] = Field({}, description="other variables of the chat template")
+    template_date: date = Field(TODAY, description="what templates that print the date print")
     row_tokens: Annotated[int, Field(ge=16)] = Field(
         2048, description="token budget of a row; longer documents are cut"
     )

@@ -12,11 +12,12 @@ from pydantic import BaseModel
 
 from draftsmith.config import Config, DataSection, load_config
 from draftsmith.data.conversations import Conversation, Reject, read_conversations
+from draftsmith.data.hub import is_prepared
 from draftsmith.errors import ConfigError, InputError
 from draftsmith.target.capture import default_taps
 from draftsmith.target.load import TargetSpec
 
-LOOK_AT = 100  # lines of a data file that are read to see whether it holds conversations
+LOOK_AT = 100  # records of a data file that are read to see whether it holds conversations
 DEEP_TARGET = 12  # layers from which the paper's five draft layers are worth their time
 
 _HEAD = """\
@@ -53,11 +54,13 @@ def check_data(name: str) -> None:
     Raises:
         InputError: it cannot be read or holds none; says why.
     """
+    if is_prepared(name):
+        return
     items = list(itertools.islice(read_conversations([name]), LOOK_AT))
     if any(isinstance(item, Conversation) for item in items):
         return
-    reason = next((item for item in items if isinstance(item, Reject)), "no lines")
-    raise InputError(f"--data {name} holds no conversation in its first {LOOK_AT} lines; first reason: {reason}")
+    reason = next((item for item in items if isinstance(item, Reject)), "no records")
+    raise InputError(f"--data {name} holds no conversation in its first {LOOK_AT} records; first reason: {reason}")
 
 
 def chosen_keys(target: str, files: Sequence[str], target_config: Any) -> dict[str, Any]:

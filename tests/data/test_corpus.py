@@ -96,6 +96,14 @@ def test_an_answer_wholly_beyond_the_cut_is_a_reject(tmp_path: Path, renderer: R
     ]
 
 
+def test_only_questions_with_an_answer_are_held_out(tmp_path: Path, renderer: Renderer) -> None:
+    greetings = [ask(f"a:greeting {i}") for i in range(50)]
+    monologues = [ask("u:x", "a:y", f"a:more {i}") for i in range(50)]
+    texts = [{"text": f"text {i}"} for i in range(50)]
+    made = corpus(tmp_path, renderer, greetings + monologues + texts)
+    assert (len(made.held_out), len(made.documents)) == (0, 150)
+
+
 def test_two_supervised_tokens_apart_are_a_reject_not_a_crash(tmp_path: Path) -> None:
     """One-token answers without an end of turn: supervised, but never two in a row."""
     template = "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
@@ -107,9 +115,11 @@ def test_two_supervised_tokens_apart_are_a_reject_not_a_crash(tmp_path: Path) ->
 
 
 def test_nothing_left_is_an_error_that_shows_the_first_reason(tmp_path: Path, renderer: Renderer) -> None:
-    with pytest.raises(InputError, match=r"a\.jsonl leaves nothing .*: 2 lines read, 2 rejected, .*a\.jsonl:1: not JS"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl leaves nothing .*: 2 records read, 2 rejected, .*a\.jsonl:1: not JS"
+    ):
         corpus(tmp_path, renderer, ["{z", "[1]"])
-    with pytest.raises(InputError, match=r"0 lines read, 0 rejected, 0 held out"):
+    with pytest.raises(InputError, match=r"0 records read, 0 rejected, 0 held out"):
         corpus(tmp_path, renderer, [])
 
 

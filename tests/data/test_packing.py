@@ -135,3 +135,13 @@ def test_a_document_beyond_a_budget_is_never_packed_quietly() -> None:
         row_source([long], row_anchors=64).row(0)
     with pytest.raises(AssertionError, match="anchor budget"):
         row_source([long], row_tokens=128, row_anchors=1).row(0)
+
+
+@pytest.mark.parametrize("row_tokens", [1024, 2048, 4096])
+def test_rows_of_ordinary_chats_are_full(row_tokens: int) -> None:
+    """Lengths as chats have them (log-normal, a third of each learned), at the default density of anchors."""
+    lengths = np.random.default_rng(0).lognormal(5.8, 0.9, 3000).astype(int).clip(8, row_tokens)
+    documents = [Document(np.zeros(n, np.int32), np.arange(n) >= n * 2 // 3) for n in lengths.tolist()]
+    anchors = max(1, row_tokens // 4)
+    source = row_source(documents, row_tokens=row_tokens, row_anchors=anchors, anchor_density=0.25)
+    assert source.fill() >= 0.95

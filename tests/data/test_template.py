@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 from chats import CHATML, LLAMA3, MARKED, NO_TOOLS, THINKING, chat, tokenizer
 from draftsmith import embedded
 from draftsmith.data.conversations import Conversation, Message, Prompt
-from draftsmith.data.template import Renderer, Unusable, choose_mask_token
-from draftsmith.errors import ConfigError, InputError
+from draftsmith.data.template import Renderer, Unusable
+from draftsmith.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def renderers(demo_tokenizer: Any) -> dict[str, Renderer]:
 
 def supervised(renderer: Renderer, messages: list[Message]) -> list[str]:
     """The supervised stretches as text."""
-    document = renderer.document(Conversation("f", 1, tuple(messages)))
+    (document,) = renderer.documents(Conversation("f", 1, tuple(messages)))
     runs: list[list[int]] = []
     for i, (token, marked) in enumerate(zip(document.tokens_T.tolist(), document.supervised_T.tolist(), strict=True)):
         if marked and i and document.supervised_T[i - 1]:
@@ -38,7 +38,7 @@ def supervised(renderer: Renderer, messages: list[Message]) -> list[str]:
 
 def refusal(renderer: Renderer, messages: list[Message]) -> str:
     with pytest.raises(Unusable) as caught:
-        renderer.document(Conversation("f", 1, tuple(messages)))
+        renderer.documents(Conversation("f", 1, tuple(messages)))
     return str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_template(name: str, renderers: dict[str, Render
     """The same tokens as transformers makes for training and for a prompt: nothing dropped, doubled or hand-made."""
     renderer, messages = renderers[name], chat("u:hello", "a:hi", "u:more", "a:no")
     with_none = [message | {"tool_calls": None} for message in messages]
-    document = renderer.document(Conversation("f", 1, tuple(with_none)))
+    (document,) = renderer.documents(Conversation("f", 1, tuple(with_none)))
     assert document.tokens_T.tolist() == renderer.tokenizer.apply_chat_template(messages, return_dict=False)
     asked = renderer.prompt_ids(Prompt(messages=tuple(messages[:3])))
     wanted = renderer.tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=False)
@@ -87,7 +87,7 @@ def test_header_text_inside_a_message_fools_nobody(name: str, renderers: dict[st
 def test_a_default_system_prompt_stands_once(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["chatml"]
     for messages, system in ((chat("u:x", "a:y"), "Be kind."), (chat("s:Own.", "u:x", "a:y"), "Own.")):
-        text = renderer.tokenizer.decode(renderer.document(Conversation("f", 1, tuple(messages))).tokens_T.tolist())
+        text = renderer.tokenizer.decode(renderer.documents(Conversation("f", 1, tuple(messages)))[0].tokens_T.tolist())
         assert text.count("<|im_start|>system") == 1
         assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>")
         assert supervised(renderer, messages) == ["y<|im_end|>"]
@@ -96,7 +96,7 @@ def test_a_default_system_prompt_stands_once(renderers: dict[str, Renderer]) -> 
 def test_tool_turns_are_rendered_and_not_learned(renderers: dict[str, Renderer]) -> None:
     messages = chat("u:x", "a:call", "t:the result", "a:done")
     renderer = renderers["chatml"]
-    document = renderer.document(Conversation("f", 1, tuple(messages)))
+    (document,) = renderer.documents(Conversation("f", 1, tuple(messages)))
     assert "<|im_start|>tool\nthe result<|im_end|>" in renderer.tokenizer.decode(document.tokens_T.tolist())
     assert supervised(renderer, messages) == ["call<|im_end|>", "done<|im_end|>"]
 
@@ -120,22 +120,32 @@ def test_any_fault_of_a_template_is_a_refusal(fault: str) -> None:
 def test_without_a_template_chats_are_refused_and_text_is_learned_whole() -> None:
     renderer = Renderer(tokenizer(None))
     assert "no chat template" in refusal(renderer, chat("u:x", "a:y"))
-    document = renderer.document(Conversation("f", 1, text="abc"))
+    (document,) = renderer.documents(Conversation("f", 1, text="abc"))
     assert renderer.tokenizer.decode(document.tokens_T.tolist()) == "abc"
     assert document.supervised_T.all()
 
 
-def test_thinking_that_the_template_drops_later_is_refused_not_guessed(renderers: dict[str, Renderer]) -> None:
-    thought = "a:<think>hm</think>\n\nyes"
-    assert supervised(renderers["thinking"], chat("u:x", thought)) == ["<think>hm</think>\n\nyes<|im_end|>"]
-    two = chat("u:x", thought, "u:y", thought)
-    assert "renders turn 1 differently inside a longer conversation" in refusal(renderers["thinking"], two)
+def test_thinking_that_the_template_drops_later_is_a_document_of_its_own(renderers: dict[str, Renderer]) -> None:
+    """Each answer once, as it is generated; later answers see the earlier ones as the template shows them by then."""
+    renderer, messages = (
+        renderers["thinking"],
+        chat("u:x", "a:<think>hm</think>\n\nyes", "u:y", "a:<think>ah</think>no"),
+    )
+    first, second = renderer.documents(Conversation("f", 1, tuple(messages)))
+    texts = [renderer.tokenizer.decode(d.tokens_T.tolist()) for d in (first, second)]
+    learned = [renderer.tokenizer.decode(d.tokens_T[d.supervised_T].tolist()) for d in (first, second)]
+    assert texts[0] == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>hm</think>\n\nyes<|im_end|>\n"
+    assert "<|im_start|>assistant\nyes<|im_end|>" in texts[1]
+    assert learned == ["<think>hm</think>\n\nyes<|im_end|>", "<think>ah</think>no<|im_end|>"]
+    for turn, document in ((1, first), (3, second)):
+        prompt = renderer.prompt_ids(Prompt(messages=tuple(messages[:turn])))
+        assert document.tokens_T.tolist()[: document.prompt_tokens] == prompt
 
 
 def test_a_generation_prompt_that_the_history_lacks_is_refused() -> None:
     template = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
     assert template != CHATML
-    assert "renders turn 1 differently" in refusal(Renderer(tokenizer(template)), chat("u:x", "a:y"))
+    assert "renders turn 1 without the prompt" in refusal(Renderer(tokenizer(template)), chat("u:x", "a:y"))
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "thinking", "demo"])
@@ -193,43 +203,6 @@ def test_a_prompt_without_a_token_is_refused_by_line() -> None:
 
 
 def test_how_answers_are_found_is_a_decision(renderers: dict[str, Renderer]) -> None:
-    assert renderers["demo"].decision.value == "generation marks"
-    assert renderers["chatml"].decision.value == "prefix rendering"
-    assert Renderer(tokenizer(None)).decision.value == "whole text"
-
-
-def test_mask_token_own_then_reserved_then_past_the_tokenizer(demo_tokenizer: Any) -> None:
-    assert choose_mask_token(demo_tokenizer, 2048, None).value == demo_tokenizer.convert_tokens_to_ids("<|mask|>")
-    plain = tokenizer(CHATML)
-    reserved = plain.convert_tokens_to_ids("<|reserved_special_token_0|>")
-    assert choose_mask_token(plain, 300, None).value == reserved
-    used = tokenizer(CHATML + "{{ '<|reserved_special_token_0|>' }}")
-    past = max(used.get_vocab().values()) + 1
-    assert choose_mask_token(used, past + 1, None).value == past
-    with pytest.raises(ConfigError, match=r"drafter\.mask_token: .* no spare row"):
-        choose_mask_token(used, past, None)
-    own = tokenizer(CHATML, mask_token="<|mask|>")
-    assert choose_mask_token(own, 300, None).value == own.mask_token_id
-    with pytest.raises(ConfigError, match="no mask token"):  # its own lies outside the embedding
-        choose_mask_token(own, own.mask_token_id, None)
-
-
-def test_a_wanted_mask_token_must_be_inside_the_embedding(demo_tokenizer: Any) -> None:
-    assert choose_mask_token(demo_tokenizer, 2048, 2047).value == 2047
-    for wanted in (-1, 2048):
-        with pytest.raises(ConfigError, match=rf"drafter\.mask_token is {wanted}: the embedding has ids 0\.\.2047"):
-            choose_mask_token(demo_tokenizer, 2048, wanted)
-
-
-def test_gaps_between_ids_are_not_taken_for_spare_rows() -> None:
-    class Gaps:
-        chat_template, mask_token_id = None, None
-        added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
-
-        def __len__(self) -> int:
-            return 2
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0, "b": 2}
-
-    assert choose_mask_token(Gaps(), 9, None).value == 3
+    assert renderers["demo"].decisions[0].value == "generation marks"
+    assert renderers["chatml"].decisions[0].value == "prefix rendering"
+    assert Renderer(tokenizer(None)).decisions[0].value == "whole text"

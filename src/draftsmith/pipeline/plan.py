@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from draftsmith.config import Config
+from draftsmith.data.hub import may_be_hub
 from draftsmith.data.packing import RowSource
-from draftsmith.data.template import Renderer, choose_mask_token
+from draftsmith.data.special_tokens import choose_mask_token
+from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.drafter.checkpoint import find_drafter
 from draftsmith.drafter.config import DrafterConfig
@@ -33,6 +35,7 @@ from draftsmith.pipeline.prepare import (
     choose_shape,
     choose_steps,
     eval_prompts,
+    make_renderer,
     outline,
     packing_settings,
     read_corpus,
@@ -90,8 +93,9 @@ def _tokens(config: Config, known: Outline, rows: int, decide: Ledger) -> tuple[
         wanted = config.drafter.mask_token
         decide(Decision("mask token", wanted or "decided at load", "set in the config" if wanted else reason))
         return None, wanted
-    renderer = Renderer(tokenizer)
-    decide(renderer.decision)
+    renderer = make_renderer(config, tokenizer)
+    for decision in renderer.decisions:
+        decide(decision)
     mask_token: int = decide(choose_mask_token(tokenizer, rows, config.drafter.mask_token))
     return renderer, mask_token
 
@@ -130,7 +134,8 @@ def _data(config: Config, target_config: Any, renderer: Renderer | None, mask_to
 
 
 def _missing(name: str) -> bool:
-    return name != "demo" and not Path(name).is_file()
+    """Whether a file is not here; a name that may be a hub data set is asked for."""
+    return name != "demo" and not Path(name.partition(":")[0]).exists() and not may_be_hub(name)
 
 
 def sizes_of(

@@ -12,7 +12,9 @@ from draftsmith.config import Config, Devices
 from draftsmith.data.conversations import Prompt, read_prompts
 from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
-from draftsmith.data.template import Renderer, choose_mask_token
+from draftsmith.data.settings import TemplateSettings
+from draftsmith.data.special_tokens import choose_mask_token
+from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.decode.cache import TargetCache
 from draftsmith.drafter.anchors import anchor_count
@@ -69,8 +71,9 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     TargetCache(target.model, target.config)  # refuses a target that no drafter could serve, before any training
     if known.spec.adapter:
         decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
-    renderer = Renderer(target.tokenizer)
-    decide(renderer.decision)
+    renderer = make_renderer(config, target.tokenizer)
+    for decision in renderer.decisions:
+        decide(decision)
     mask_token = decide(choose_mask_token(target.tokenizer, target.embedding_VH.shape[0], config.drafter.mask_token))
     shape = choose_shape(config, known.target_config, known.taps, mask_token, target.embedding_VH.shape[0])
     backend = make_backend(config, decide(choose_attention(config, known.topology, shape.head_dim)))
@@ -283,7 +286,14 @@ def read_corpus(
         mask_token=mask_token,
         row_tokens=min(config.data.row_tokens, positions),
         hold_out_prompts=config.eval.prompts is None if hold_out is None else hold_out,
+        form=config.data.form,
     )
+
+
+def make_renderer(config: Config, tokenizer: Any) -> Renderer:
+    """The template as this config sets it."""
+    data = config.data
+    return Renderer(tokenizer, TemplateSettings(data.thinking, data.template_arguments, data.template_date))
 
 
 def eval_prompts(config: Config, corpus: Corpus) -> list[Prompt]:

@@ -1,0 +1,50 @@
+"""What the chat template is told besides the messages. Light, so that the config can be read before anything heavy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import yaml
+
+from draftsmith.errors import ConfigError
+
+TODAY = date(2026, 1, 1)  # what templates that print the date print: data must not change overnight
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSettings:
+    """What the template is told besides the messages.
+
+    `thinking` sets the template's own switch; None leaves it alone. `arguments` are its other variables.
+    """
+
+    thinking: bool | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    today: date = TODAY
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file, and to be compared."""
+        return {"thinking": self.thinking, "arguments": dict(self.arguments), "today": self.today.isoformat()}
+
+
+def parse_settings(thinking: bool | None, arguments: Sequence[str], today: str | None) -> TemplateSettings:
+    """Settings from a command line; `arguments` are `name=value` with values as in YAML.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--template-argument {argument}: write it as name=value")
+        try:
+            given[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--template-argument {argument}: the value is not YAML") from None
+    try:
+        day = TODAY if today is None else date.fromisoformat(today)
+    except ValueError:
+        raise ConfigError(f"--template-date {today}: write it as YYYY-MM-DD") from None
+    return TemplateSettings(thinking, given, day)
