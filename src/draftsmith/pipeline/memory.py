@@ -51,6 +51,7 @@ class Sizes:
     channel_bytes: int
     eval_tokens: int  # longest sequence that evaluation decodes, 0: it decodes none
     document_tokens: int = 0
+    kept: MemoryItem | None = None  # features for later epochs
 
     @property
     def cuda(self) -> bool:
@@ -91,6 +92,8 @@ def host_items(sizes: Sizes) -> list[MemoryItem]:
             "documents", "host", BYTES_PER_TOKEN * sizes.document_tokens, f"5 x {sizes.document_tokens:,} tokens"
         ),
     ]
+    if sizes.kept:
+        found.append(sizes.kept)
     if sizes.cuda:
         count, e = sizes.target_weights, sizes.itemsize
         state, how = optimizer_state(sizes)
