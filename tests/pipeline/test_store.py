@@ -100,7 +100,7 @@ def test_runs_share_a_store_that_is_complete(small: MakeConfig, forwards: list[i
     shared = {"features": "disk", "store__dir": str(tmp_path / "shared")}
     run_training(small("first", **shared))
     forwards.clear()
-    _, quiet, runs = run_training(small("second", seed=5, drafter__layers=2, **shared))
+    _, quiet, _ = run_training(small("second", seed=5, drafter__layers=2, **shared))
     assert not forwards
     assert any("all of them: the target computes none" in line for line in quiet.lines)
     assert not (tmp_path / "second" / "features").exists()
@@ -120,7 +120,7 @@ def test_stopped_and_resumed_it_ends_with_the_bits_of_a_whole_run(
     kept = len(list((Path(cut.run.dir) / "features").glob("shard-*.safetensors")))
     assert kept > 0
     monkeypatch.undo()
-    result, _, runs = run_training(cut, resume=True)
+    result, _, _ = run_training(cut, resume=True)
     assert result.finished
     for old in Path(cut.run.dir).glob("checkpoints/step-2"):
         shutil.rmtree(old)
@@ -310,7 +310,7 @@ def test_a_disk_that_fills_up_stops_the_run_with_the_remedy(
 
     monkeypatch.setattr(store, "save_file", full)
     monkeypatch.setattr(DiskStore.__init__, "__defaults__", (2**20,))
-    with pytest.raises(InputError, match="cannot be written: .*No space left on device; make room and go on"):
+    with pytest.raises(InputError, match=r"cannot be written: .*No space left on device; make room and go on"):
         run_training(small("run", features="disk"))
 
 
@@ -319,5 +319,5 @@ def test_features_that_do_not_fit_into_memory_are_refused(small: MakeConfig, mon
     plan = make_plan(config, this_machine())
     (item,) = [item for item in plan.memory if item.name == "kept features"]
     monkeypatch.setattr(keeping, "USABLE", item.nbytes / 2 / this_machine().host_bytes)
-    with pytest.raises(InputError, match="features: memory needs .* use store.dtype=bfloat16, features=disk"):
+    with pytest.raises(InputError, match=r"features: memory needs .* use store.dtype=bfloat16, features=disk"):
         run_training(config)
