@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -96,7 +96,62 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
     prepare.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
     prepare.set_defaults(command=_prepare)
+    _add_regenerate(data.add_parser("regenerate", help="let the target answer: conversations with its own turns"))
     return parser
+
+
+def _add_regenerate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", metavar="F", help="conversations or prompts: file, folder, hub data set, `demo`"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="folder to write; goes on where it stopped"
+    )
+    parser.add_argument("--form", help="how records are read, instead of finding out for each file")
+    parser.add_argument("--limit", type=_count, help="only the first records")
+    parser.add_argument("--retry-errors", action="store_true", help="ask records that ended in an error again")
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--target", help="folder or hub id of a model to run here; `demo` is the embedded one")
+    who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers of one model")
+    drawn = parser.add_argument_group("sampling")
+    drawn.add_argument("--max-new-tokens", type=_count, default=2048, help="longer answers are errors (default 2048)")
+    drawn.add_argument("--temperature", type=_share_of(2.0), default=0.0, help="0 (default): greedy")
+    drawn.add_argument("--top-p", type=_share_of(1.0))
+    drawn.add_argument("--top-k", type=_count)
+    drawn.add_argument("--seed", type=int)
+    local = parser.add_argument_group("with --target")
+    local.add_argument("--revision", help="hub revision of the target")
+    local.add_argument("--adapter", help="LoRA adapter to merge into the target")
+    local.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    local.add_argument("--batch-size", type=_count, default=16, help="prompts to a batch (default 16)")
+    local.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
+    local.add_argument("--template-argument", action="append", default=[], metavar="k=v")
+    local.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
+    served = parser.add_argument_group("with --server")
+    served.add_argument("--model", help="default: the first one that the first server names")
+    served.add_argument("--concurrency", type=_count, default=16, help="requests at a time (default 16)")
+    served.add_argument("--attempts", type=_count, default=6, help="for each answer (default 6)")
+    served.add_argument("--timeout", type=_positive, default=600.0, help="seconds for a whole response (default 600)")
+    served.add_argument(
+        "--request-field", action="append", default=[], metavar="k=v", help="more of the request's body"
+    )
+    key = served.add_mutually_exclusive_group()
+    key.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file that holds the key")
+    parser.set_defaults(command=_regenerate)
+
+
+def _share_of(most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most:g}")
+        return value
+
+    return parse
 
 
 def _count(text: str) -> int:
@@ -201,6 +256,36 @@ def _prepare(options: argparse.Namespace) -> int:
             ),
             stop,
         )
+        return code()
+
+
+def _regenerate(options: argparse.Namespace) -> int:
+    from draftsmith.data.regenerate.run import Inputs
+    from draftsmith.data.regenerate.server import ServerSettings
+    from draftsmith.data.regenerate.tasks import Sampling
+    from draftsmith.data.settings import parse_settings
+    from draftsmith.report.regenerating import LocalOptions, parse_fields, read_api_key, regenerate_and_show
+
+    given = options
+    sampling = Sampling(given.max_new_tokens, given.temperature, given.top_p, given.top_k, given.seed)
+    how: LocalOptions | ServerSettings
+    if given.server:
+        how = ServerSettings(
+            urls=tuple(given.server),
+            model=given.model,
+            concurrency=given.concurrency,
+            attempts=given.attempts,
+            timeout_s=given.timeout,
+            first_wait_s=1.0,
+            fields=parse_fields(given.request_field),
+            api_key=read_api_key(given.api_key_env, given.api_key_file),
+        )
+    else:
+        settings = parse_settings(given.thinking, given.template_argument, given.template_date)
+        how = LocalOptions(given.target, given.revision, given.adapter, given.device, given.batch_size, settings)
+    inputs = Inputs(given.files, given.form, given.limit)
+    with _stoppable() as (stop, code):
+        regenerate_and_show(inputs, given.out, how, sampling, stop, retry_errors=given.retry_errors)
         return code()
 
 

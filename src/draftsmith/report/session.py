@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from draftsmith.config import Config
 from draftsmith.data.conversations import read_prompts
@@ -23,16 +22,10 @@ from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.report.card import launch_lines
+from draftsmith.report.console import console, say
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
 from draftsmith.report.table import eval_table
 from draftsmith.target.load import Target, TargetSpec, load_target
-
-console = Console()
-
-
-def say(line: str) -> None:
-    """One plain line."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: Job | None = None) -> RunResult:
