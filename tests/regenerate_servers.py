@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
-            for _ in range(int(STALL_S / 0.1)):
+            for _ in range(int(2 * STALL_S / 0.1)):
                 self.wfile.write(b" ")
                 self.wfile.flush()
                 time.sleep(0.1)

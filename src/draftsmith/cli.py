@@ -4,12 +4,9 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 # Read by libraries when they are imported, so set before any of them is.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,9 +14,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from draftsmith import __version__
+from draftsmith.arguments import count, positive
+from draftsmith.data_commands import add_inspect, add_regenerate
 from draftsmith.errors import ConfigError, InputError
-
-INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+from draftsmith.signals import INTERRUPTED, stoppable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a drafter for the embedded target, decode with it, report")
-    demo.add_argument("--minutes", type=_positive, default=5.0, help="training time (default 5)")
+    demo.add_argument("--minutes", type=positive, default=5.0, help="training time (default 5)")
     demo.add_argument("--out", type=Path, help="directory for everything (default: first free of runs/demo, ...)")
     demo.set_defaults(command=_demo)
 
@@ -92,88 +90,19 @@ def _parser() -> argparse.ArgumentParser:
         "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
     )
     prepare.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
-    prepare.add_argument("--processes", type=_count, help="default: as many as cores, one for small data")
+    prepare.add_argument("--processes", type=count, help="default: as many as cores, one for small data")
     prepare.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
     prepare.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
     prepare.set_defaults(command=_prepare)
-    _add_regenerate(data.add_parser("regenerate", help="let the target answer: conversations with its own turns"))
+    add_regenerate(data.add_parser("regenerate", help="let the target answer: conversations with its own turns"))
+    add_inspect(data.add_parser("inspect", help="what is learned of one conversation, in colours or as HTML"))
     return parser
-
-
-def _add_regenerate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="+", metavar="F", help="conversations or prompts: file, folder, hub data set, `demo`"
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder to write; goes on where it stopped"
-    )
-    parser.add_argument("--form", help="how records are read, instead of finding out for each file")
-    parser.add_argument("--limit", type=_count, help="only the first records")
-    parser.add_argument("--retry-errors", action="store_true", help="ask records that ended in an error again")
-    who = parser.add_mutually_exclusive_group(required=True)
-    who.add_argument("--target", help="folder or hub id of a model to run here; `demo` is the embedded one")
-    who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers of one model")
-    drawn = parser.add_argument_group("sampling")
-    drawn.add_argument("--max-new-tokens", type=_count, default=2048, help="longer answers are errors (default 2048)")
-    drawn.add_argument("--temperature", type=_share_of(2.0), default=0.0, help="0 (default): greedy")
-    drawn.add_argument("--top-p", type=_share_of(1.0))
-    drawn.add_argument("--top-k", type=_count)
-    drawn.add_argument("--seed", type=int)
-    local = parser.add_argument_group("with --target")
-    local.add_argument("--revision", help="hub revision of the target")
-    local.add_argument("--adapter", help="LoRA adapter to merge into the target")
-    local.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    local.add_argument("--batch-size", type=_count, default=16, help="prompts to a batch (default 16)")
-    local.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
-    local.add_argument("--template-argument", action="append", default=[], metavar="k=v")
-    local.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
-    served = parser.add_argument_group("with --server")
-    served.add_argument("--model", help="default: the first one that the first server names")
-    served.add_argument("--concurrency", type=_count, default=16, help="requests at a time (default 16)")
-    served.add_argument("--attempts", type=_count, default=6, help="for each answer (default 6)")
-    served.add_argument("--timeout", type=_positive, default=600.0, help="seconds for a whole response (default 600)")
-    served.add_argument(
-        "--request-field", action="append", default=[], metavar="k=v", help="more of the request's body"
-    )
-    key = served.add_mutually_exclusive_group()
-    key.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key")
-    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file that holds the key")
-    parser.set_defaults(command=_regenerate)
-
-
-def _share_of(most: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most:g}")
-        return value
-
-    return parse
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def _demo(options: argparse.Namespace) -> int:
     from draftsmith.demo import run_demo
 
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         run_demo(options.minutes, options.out, stop)
         return code()
 
@@ -189,7 +118,7 @@ def _train(options: argparse.Namespace) -> int:
     from draftsmith.report.session import print_launch_lines, train_and_show
     from draftsmith.target.load import TargetSpec
 
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         result = train_and_show(config, resume=options.resume, stop=stop)
         if result.finished:
             target = TargetSpec(config.target.model).path
@@ -241,7 +170,7 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.drop_contaminated and not options.prompts:
         raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
     settings = parse_settings(options.thinking, options.template_argument, options.template_date)
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         prepare_and_show(
             PrepareOptions(
                 files=options.files,
@@ -257,63 +186,3 @@ def _prepare(options: argparse.Namespace) -> int:
             stop,
         )
         return code()
-
-
-def _regenerate(options: argparse.Namespace) -> int:
-    from draftsmith.data.regenerate.run import Inputs
-    from draftsmith.data.regenerate.server import ServerSettings
-    from draftsmith.data.regenerate.tasks import Sampling
-    from draftsmith.data.settings import parse_settings
-    from draftsmith.report.regenerating import LocalOptions, parse_fields, read_api_key, regenerate_and_show
-
-    given = options
-    sampling = Sampling(given.max_new_tokens, given.temperature, given.top_p, given.top_k, given.seed)
-    how: LocalOptions | ServerSettings
-    if given.server:
-        how = ServerSettings(
-            urls=tuple(given.server),
-            model=given.model,
-            concurrency=given.concurrency,
-            attempts=given.attempts,
-            timeout_s=given.timeout,
-            first_wait_s=1.0,
-            fields=parse_fields(given.request_field),
-            api_key=read_api_key(given.api_key_env, given.api_key_file),
-        )
-    else:
-        settings = parse_settings(given.thinking, given.template_argument, given.template_date)
-        how = LocalOptions(given.target, given.revision, given.adapter, given.device, given.batch_size, settings)
-    inputs = Inputs(given.files, given.form, given.limit)
-    with _stoppable() as (stop, code):
-        regenerate_and_show(inputs, given.out, how, sampling, stop, retry_errors=given.retry_errors)
-        return code()
-
-
-@contextmanager
-def _stoppable() -> Iterator[tuple[threading.Event, "_ExitCode"]]:
-    """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
-    stop = threading.Event()
-    code = _ExitCode()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(INTERRUPTED[signal.Signals(number)])
-        code.value = INTERRUPTED[signal.Signals(number)]
-        stop.set()
-        print("stopping after this step; once more to abort at once", file=sys.stderr)
-
-    previous = {number: signal.signal(number, handle) for number in INTERRUPTED}
-    try:
-        yield stop, code
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
-
-
-class _ExitCode:
-    """0, or what the signal that came asks for."""
-
-    value = 0
-
-    def __call__(self) -> int:
-        return self.value

@@ -62,7 +62,7 @@ def answered(out: Path) -> list[str]:
 
 
 BAD_ONCE = [*GARBAGE, "crash", "busy", "gateway", "stall", "drip", "cut"]
-BAD_ALWAYS = ["crash!", "nojson!", "blank!", "cut!", "toolong!", "length!"]
+BAD_ALWAYS = ["crash!", "nojson!", "blank!", "cut!", "toolong!", "length!", "drip!"]
 
 
 def test_a_server_that_fails_stalls_and_returns_garbage(server: tuple[str, Seen], tmp_path: Path) -> None:
@@ -93,6 +93,7 @@ def test_a_server_that_fails_stalls_and_returns_garbage(server: tuple[str, Seen]
     assert "sends no JSON: '<html>busy</html>' (attempt 4 of 4)" in reasons["nojson!:1"]
     assert "the answer is empty" in reasons["blank!:2"]
     assert "cut at 3 tokens; raise --max-new-tokens 64" in reasons["length!:5"]
+    assert "sends for more than 1 s" in reasons["drip!:6"]
     asked = {"well": 1, "toolong!": 1, "length!": 1, "crash!": 4, "cut!": 4, "stall": 2, "crash": 2, "crash2": 3}
     for question, attempts in seen.attempts.items():
         assert attempts == asked.get(question.partition(":")[0], attempts), question
