@@ -119,6 +119,8 @@ def test_the_page_holds_the_same_and_no_foreign_markup(shown: tuple[Shown, Any, 
     reader.feed(text)
     assert reader.tags == {"html", "head", "meta", "title", "style", "body", "p", "span", "h3", "pre"}
     assert "http" not in text.replace("<!doctype", "")
+    (body,) = re.findall("<pre>(.*?)</pre>", text, re.S)
+    assert "<" not in re.sub("</?span[^>]*>", "", body)  # what the conversation says is text
     assert len(reader.spans) == len(found.pieces)
     for (kind, title, shown_text), piece in zip(reader.spans, found.pieces, strict=True):
         assert shown_text == piece.text.replace("\r", "␍").replace("\n", "⏎\n").replace("\t", "⇥")

@@ -17,7 +17,7 @@ from draftsmith import cli
 from draftsmith.data.regenerate import run
 from draftsmith.data.regenerate.record import ANSWERS, LOG, REJECTS, SETTINGS
 from draftsmith.data.regenerate.run import Inputs, Regenerated, regenerate
-from draftsmith.data.regenerate.server import ServerAnswers, ServerSettings, base_url
+from draftsmith.data.regenerate.server import ServerAnswers, ServerSettings, _Rota, base_url
 from draftsmith.data.regenerate.tasks import Sampling
 from draftsmith.errors import ConfigError, InputError
 from regenerate_servers import GARBAGE, STALL_S, Seen, serving
@@ -232,6 +232,16 @@ def test_a_dead_and_a_sick_server_do_not_hurt_while_one_is_well(server: tuple[st
         assert done is not None
         assert done.success == 30
         assert len(sick_seen.bodies) < 15  # it rests, longer each time
+
+
+def test_a_server_that_stays_dead_rests_for_a_minute_at_most() -> None:
+    rota = _Rota(["a", "b"])
+    for _ in range(3000):
+        rota.give_back("a", failed=True)
+    assert 0 < rota._rests_until["a"] - time.monotonic() <= 60
+    assert [rota.take(), rota.take()] == ["b", "b"]
+    rota.give_back("a", failed=False)
+    assert rota.take() == "a"
 
 
 def test_the_load_is_spread_and_bounded(server: tuple[str, Seen], tmp_path: Path) -> None:

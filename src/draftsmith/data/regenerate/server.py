@@ -70,8 +70,12 @@ class _Rota:
         with self._lock:
             self._open[url] -= 1
             self._failures[url] = self._failures[url] + 1 if failed else 0
-            rest_s = min(LONGEST_WAIT_S, 0.5 * 2.0 ** self._failures[url]) if failed else 0.0
-            self._rests_until[url] = time.monotonic() + rest_s
+            self._rests_until[url] = time.monotonic() + (_doubled(1.0, self._failures[url]) if failed else 0.0)
+
+
+def _doubled(first_s: float, count: int) -> float:
+    """`first_s`, twice that the second time, and so on."""
+    return min(LONGEST_WAIT_S, first_s * 2.0 ** min(count - 1, 30))
 
 
 class ServerAnswers:
@@ -93,7 +97,8 @@ class ServerAnswers:
         self.model = settings.model or self._served_model()
 
     def outcomes(self, tasks: Iterable[Task]) -> Iterator[Outcome]:
-        """Outcomes in the order they come. After a stop request, tasks that are under way are given up, without one.
+        """Outcomes in the order they come. After a stop request the requests under way are waited for, as somebody pays
+        for them; a task that needs more of them ends without an outcome.
 
         Raises:
             InputError: a server refuses the key, or does not know the model.
@@ -152,8 +157,9 @@ class ServerAnswers:
     def _wait(self, state: tenacity.RetryCallState) -> float:
         """Doubles each time, with jitter, and is never shorter than the server asks."""
         error = state.outcome.exception() if state.outcome else None
-        backoff_s = self.settings.first_wait_s * 2.0 ** (state.attempt_number - 1) * random.uniform(0.75, 1.25)
-        return min(LONGEST_WAIT_S, max(backoff_s, error.wait_s if isinstance(error, _Again) else 0.0))
+        backoff_s = _doubled(self.settings.first_wait_s, state.attempt_number) * random.uniform(0.75, 1.25)
+        asked_s = min(LONGEST_WAIT_S, error.wait_s) if isinstance(error, _Again) else 0.0
+        return max(backoff_s, asked_s)
 
     def _sleep(self, seconds: float) -> None:
         if self._stop.wait(seconds):
@@ -290,7 +296,7 @@ def _answer(data: Any, *, raw: bool) -> Answer:
         finish = choice.get("finish_reason")
         calls = message.get("tool_calls") or []
         content = message.get("content")
-        tokens = (data.get("usage") or {}).get("completion_tokens", 0)
+        tokens = (data.get("usage") or {}).get("completion_tokens") or 0
         thought = message.get("reasoning_content") or message.get("reasoning")
         well = isinstance(content or "", str) and isinstance(thought or "", str) and isinstance(tokens, int)
         if not (well and isinstance(calls, list) and isinstance(finish, str)):
