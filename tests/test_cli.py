@@ -17,6 +17,7 @@ from conftest import tiny_drafter
 from draftsmith import __version__, cli, embedded
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.signals import stoppable
 
 Outcome = tuple[int, str]
 
@@ -227,7 +228,7 @@ def test_ctrl_c_outside_training_exits_130(run: Callable[..., Outcome], monkeypa
 def test_the_first_signal_asks_and_the_second_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, expected in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         before = signal.getsignal(number)
-        with cli._stoppable() as (stop, code):
+        with stoppable() as (stop, code):
             assert code() == 0
             signal.raise_signal(number)
             assert stop.is_set()

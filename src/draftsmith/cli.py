@@ -4,12 +4,9 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 # Read by libraries when they are imported, so set before any of them is.
@@ -18,12 +15,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from draftsmith import __version__
+from draftsmith.arguments import count, positive
+from draftsmith.data_commands import add_inspect, add_regenerate
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.signals import INTERRUPTED, stoppable
 
 if TYPE_CHECKING:
     from draftsmith.target.load import TargetSpec
-
-INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a drafter for the embedded target, decode with it, report")
-    demo.add_argument("--minutes", type=_positive, default=5.0, help="training time (default 5)")
+    demo.add_argument("--minutes", type=positive, default=5.0, help="training time (default 5)")
     demo.add_argument("--out", type=Path, help="directory for everything (default: first free of runs/demo, ...)")
     demo.set_defaults(command=_demo)
 
@@ -151,33 +149,19 @@ def _compiler_cache() -> Path | None:
         "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
     )
     prepare.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
-    prepare.add_argument("--processes", type=_count, help="default: as many as cores, one for small data")
+    prepare.add_argument("--processes", type=count, help="default: as many as cores, one for small data")
     prepare.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
     prepare.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
     prepare.set_defaults(command=_prepare)
+    add_regenerate(data.add_parser("regenerate", help="let the target answer: conversations with its own turns"))
+    add_inspect(data.add_parser("inspect", help="what is learned of one conversation, in colours or as HTML"))
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def _demo(options: argparse.Namespace) -> int:
     from draftsmith.demo import run_demo
 
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         run_demo(options.minutes, options.out, stop)
         return code()
 
@@ -193,7 +177,7 @@ def _train(options: argparse.Namespace) -> int:
     from draftsmith.report.session import print_launch_lines, train_and_show
     from draftsmith.target.load import TargetSpec
 
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         result = train_and_show(config, resume=options.resume, stop=stop)
         if result.finished:
             target = TargetSpec(config.target.model).path
@@ -317,7 +301,7 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.drop_contaminated and not options.prompts:
         raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
     settings = parse_settings(options.thinking, options.template_argument, options.template_date)
-    with _stoppable() as (stop, code):
+    with stoppable() as (stop, code):
         prepare_and_show(
             PrepareOptions(
                 files=options.files,
@@ -333,33 +317,3 @@ def _prepare(options: argparse.Namespace) -> int:
             stop,
         )
         return code()
-
-
-@contextmanager
-def _stoppable() -> Iterator[tuple[threading.Event, "_ExitCode"]]:
-    """The first Ctrl-C or SIGTERM asks the run to save and end; the second ends the process at once."""
-    stop = threading.Event()
-    code = _ExitCode()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(INTERRUPTED[signal.Signals(number)])
-        code.value = INTERRUPTED[signal.Signals(number)]
-        stop.set()
-        print("stopping after this step; once more to abort at once", file=sys.stderr)
-
-    previous = {number: signal.signal(number, handle) for number in INTERRUPTED}
-    try:
-        yield stop, code
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
-
-
-class _ExitCode:
-    """0, or what the signal that came asks for."""
-
-    value = 0
-
-    def __call__(self) -> int:
-        return self.value

@@ -63,6 +63,13 @@ class DataSection(Section):
     packing: bool = Field(True, description="several documents per row; false: one")
 
 
+class StoreSection(Section):
+    dir: str | None = Field(None, description="folder of `features: disk`, may be shared; default: run.dir/features")
+    dtype: Literal["target", "bfloat16"] = Field(
+        "target", description="of kept features; bfloat16: rounded, half of fp32, not equal to online"
+    )
+
+
 class DrafterSection(Section):
     init: str = Field("target", description="`target`, `random`, or a drafter (folder or hub id) to start from")
     layers: PositiveInt = Field(2, description="draft layers")
@@ -131,6 +138,10 @@ class Config(Section):
     topology: str | Devices = Field("auto", description="T+D, `auto`, or lists {target: [...], drafter: [...]}")
     target: TargetSection
     data: DataSection
+    features: Literal["online", "memory", "disk"] = Field(
+        "online", description="whether later epochs ask the target again, or find its features kept"
+    )
+    store: StoreSection = StoreSection()
     drafter: DrafterSection = DrafterSection()
     train: TrainSection = TrainSection()
     pipeline: PipelineSection = PipelineSection()

@@ -18,7 +18,8 @@ from draftsmith.errors import ConfigError
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.prepare import Job, prepare
 from draftsmith.pipeline.trainer import execute
-from draftsmith.report.session import console, evaluate_with_status, load_pair, print_launch_lines, say, train_and_show
+from draftsmith.report.console import console, say
+from draftsmith.report.session import evaluate_with_status, load_pair, print_launch_lines, train_and_show
 from draftsmith.report.table import eval_table
 
 WARMUP_STEPS, UNTIMED_STEPS = 40, 10

@@ -1,7 +1,8 @@
-"""From documents to rows, the same rows for every topology: packing depends on (seed, epoch) and lengths alone.
+"""From documents to rows, the same rows for every topology: packing depends on the seed and on lengths alone.
 
 A row has two budgets, tokens and anchor slots. Both counts of a document are known before anything is drawn, so a
-row's anchors always fit its slots.
+row's anchors always fit its slots. Every epoch has the first one's rows in another order: what the target computes for
+a row, down to the bits, can be kept for later epochs.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class PackingSettings:
 class RowSource:
     """Rows by their number in the run, counting through all epochs; the same number is always the same row.
 
-    One caller at a time (the feed asks under its lock): plans of the last two epochs are kept.
+    One caller at a time (the feed asks under its lock): orders of the last two epochs are kept.
     """
 
     def __init__(self, documents: Sequence[Document], settings: PackingSettings) -> None:
@@ -41,38 +42,39 @@ class RowSource:
         self._anchors = [
             anchor_count(len(eligible_anchors(d.supervised_T)), settings.anchor_density) for d in documents
         ]
-        self._plans: dict[int, list[list[int]]] = {}
-        self._first_row = [0]  # of each epoch planned so far
+        self._rows = self._pack()
+        self._orders: dict[int, list[int]] = {}
 
     def epoch_rows(self, epoch: int) -> int:
-        return len(self._plan(epoch))
+        """Rows of an epoch: the same number in each."""
+        return len(self._rows)
 
     def epoch_of(self, index: int) -> int:
         """The epoch a row belongs to."""
-        while self._first_row[-1] <= index:
-            self._first_row.append(self._first_row[-1] + self.epoch_rows(len(self._first_row) - 1))
-        return int(np.searchsorted(self._first_row, index, side="right")) - 1
+        return index // len(self._rows)
 
     def row(self, index: int) -> Row:
         """Row number `index` of the run, with its anchors."""
         epoch = self.epoch_of(index)
-        return self._build(index, epoch, self._plan(epoch)[index - self._first_row[epoch]])
+        return self._build(index, epoch, self._rows[self._order(epoch)[index % len(self._rows)]])
 
     def fill(self) -> float:
         """Share of the token budget that the first epoch's rows use."""
         used = sum(len(d.tokens_T) for d in self.documents)
         return used / (self.epoch_rows(0) * self.settings.row_tokens)
 
-    def _plan(self, epoch: int) -> list[list[int]]:
-        if epoch not in self._plans:
-            while len(self._plans) > 1:
-                self._plans.pop(min(self._plans))
-            self._plans[epoch] = self._pack(epoch)
-        return self._plans[epoch]
+    def _order(self, epoch: int) -> list[int]:
+        """The first epoch takes the rows as they were packed, every later one shuffled anew."""
+        if epoch not in self._orders:
+            while len(self._orders) > 1:
+                self._orders.pop(min(self._orders))
+            shuffled = np.random.default_rng([self.settings.seed, epoch]).permutation(len(self._rows))
+            self._orders[epoch] = shuffled.tolist() if epoch else list(range(len(self._rows)))
+        return self._orders[epoch]
 
-    def _pack(self, epoch: int) -> list[list[int]]:
+    def _pack(self) -> list[list[int]]:
         """Documents of each row: shuffled, then best-fit decreasing inside a window, the window's rows shuffled."""
-        random = np.random.default_rng([self.settings.seed, epoch])
+        random = np.random.default_rng([self.settings.seed, 0])
         order = random.permutation(len(self.documents)).tolist()
         if not self.settings.packing:
             return [[d] for d in order]

@@ -39,7 +39,6 @@ class Journal:
         self.folder, self.job, self.drafter, self.optimizers = folder, job, drafter, optimizers
         self.checkpoints = Checkpoints(folder / "checkpoints", job.config.checkpoint.keep)
         self.listeners: list[Listener] = []
-        self._data_fingerprint = job.corpus.fingerprint  # once: it reads every document
         self.best_tau = start.best_tau if start else None
         self.best_step = start.best_step if start else None
         self.last_step = start.step if start else 0
@@ -84,7 +83,7 @@ class Journal:
             topology={"target": list(job.topology.target), "drafter": list(job.topology.drafter)},
             target_batch_rows=job.config.pipeline.target_batch_rows,
             fingerprint=job.target.fingerprint,
-            data_fingerprint=self._data_fingerprint,
+            data_fingerprint=job.data_fingerprint,
             held_out=job.corpus.held_out_lines > 0 or job.config.eval.prompts is None,
             best_tau=self.best_tau,
             best_step=self.best_step,

@@ -21,11 +21,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Cores this process may use, bytes of host memory, and the devices."""
+    """Cores this process may use, bytes of host memory, and the devices. `here`: this process runs on it."""
 
     cores: int
     host_bytes: int
     devices: tuple[Device, ...]
+    here: bool = False
 
     def __str__(self) -> str:
         kinds = sorted({(d.name, d.nbytes) for d in self.devices})
@@ -42,7 +43,7 @@ def this_machine() -> Machine:
     """The machine this process runs on."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = [torch.cuda.get_device_properties(n) for n in range(count)]
-    return Machine(cpu_cores(), host_bytes(), tuple(Device(d.name, d.total_memory) for d in found))
+    return Machine(cpu_cores(), host_bytes(), tuple(Device(d.name, d.total_memory) for d in found), here=True)
 
 
 def described_machine(file: MachineFile) -> Machine:

@@ -54,6 +54,7 @@ class Sizes:
     document_tokens: int = 0
     attention: str = "blockwise"
     checkpointing: str = "none"
+    kept: MemoryItem | None = None  # features for later epochs
 
     @property
     def cuda(self) -> bool:
@@ -105,6 +106,8 @@ def host_items(sizes: Sizes) -> list[MemoryItem]:
             "documents", "host", BYTES_PER_TOKEN * sizes.document_tokens, f"5 x {sizes.document_tokens:,} tokens"
         ),
     ]
+    if sizes.kept:
+        found.append(sizes.kept)
     if sizes.cuda:
         count, e = sizes.target_weights, sizes.itemsize
         state, how = optimizer_state(sizes)

@@ -4,7 +4,7 @@ Decisions come from the functions that training calls (`prepare`, `topology`), s
 made for a machine that is not here, and for a target of which only `config.json` is here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -16,12 +16,13 @@ from draftsmith.config import Config
 from draftsmith.data.hub import may_be_hub
 from draftsmith.data.packing import RowSource
 from draftsmith.data.special_tokens import choose_mask_token
-from draftsmith.data.template import Renderer
+from draftsmith.data.template import Document, Renderer
 from draftsmith.decisions import Decision, Ledger
 from draftsmith.drafter.checkpoint import find_drafter
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
+from draftsmith.pipeline.keeping import Keeping, choose_features, kept_memory, plan_keeping, room_refusal
 from draftsmith.pipeline.machine import GIB, Machine
 from draftsmith.pipeline.memory import MIB, MemoryItem, Sizes, memory_table, place_of, totals
 from draftsmith.pipeline.prepare import (
@@ -74,13 +75,18 @@ def make_plan(config: Config, machine: Machine) -> Plan:
     attention: str = decide(choose_attention(config, known.topology, shape.head_dim))
     decide(_start(config, shape, mask_token_known=mask_token is not None))
     decide(choose_gamma(config))
-    document_tokens = _data(config, known.target_config, renderer, mask_token, decide)
+    documents = _data(config, known.target_config, renderer, mask_token, decide)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    sizes = sizes_of(config, known, weights, shape, attention, document_tokens)
+    cuda = known.topology.target[0].startswith("cuda")
+    received = stored_dtype(known.target_config) if cuda else torch.float32
+    keeping = plan_keeping(config, shape.feature_size, received, documents)
+    decide(choose_features(keeping, here=machine.here))
+    sizes = sizes_of(config, known, weights, shape, attention, documents, keeping)
     decide(Decision("target", f"{weights:,} weights of {sizes.itemsize} bytes", _dtype_reason(known, sizes)))
     decide(Decision("drafter", f"{sizes.drafter_weights:,} weights", f"{len(shape.layer_types)} layers; fp32 masters"))
     memory = memory_table(sizes)
-    return Plan(machine, tuple(decide.decisions), sizes, memory, _refusal(config, machine, sizes, memory))
+    refusal = _refusal(config, machine, sizes, memory) or room_refusal(keeping, machine)
+    return Plan(machine, tuple(decide.decisions), sizes, memory, refusal)
 
 
 def _tokens(config: Config, known: Outline, rows: int, decide: Ledger) -> tuple[Renderer | None, int | None]:
@@ -111,15 +117,17 @@ def _start(config: Config, shape: DrafterConfig, *, mask_token_known: bool) -> D
     return Decision("drafter start", init, "warm start, its config matches")
 
 
-def _data(config: Config, target_config: Any, renderer: Renderer | None, mask_token: int | None, decide: Ledger) -> int:
-    """Decides rows and steps, counted if data and tokenizer are here. Returns the tokens of all documents."""
+def _data(
+    config: Config, target_config: Any, renderer: Renderer | None, mask_token: int | None, decide: Ledger
+) -> Sequence[Document]:
+    """Decides rows and steps, counted if data and tokenizer are here. Returns the documents, none if they are not."""
     settings = packing_settings(config)
     missing = next((name for name in config.data.train if _missing(name)), None)
     if missing or renderer is None or mask_token is None:
         why = f"file missing: {missing}" if missing else "no tokenizer to count tokens with"
         decide(Decision("rows", "not counted", why))
         decide(choose_steps(config, None))
-        return 0
+        return ()
     corpus = read_corpus(config, renderer, mask_token, target_config)
     away = next((name for name in config.eval.prompts or [] if _missing(name)), None)
     if away:
@@ -130,7 +138,7 @@ def _data(config: Config, target_config: Any, renderer: Renderer | None, mask_to
     rows = f"{source.epoch_rows(0)} of {settings.row_tokens} tokens, {source.fill():.0%} full"
     decide(Decision("rows", rows, corpus.summary))
     decide(choose_steps(config, source))
-    return sum(len(document.tokens_T) for document in corpus.documents)
+    return corpus.documents
 
 
 def _missing(name: str) -> bool:
@@ -139,18 +147,23 @@ def _missing(name: str) -> bool:
 
 
 def sizes_of(
-    config: Config, known: Outline, weights: int, shape: DrafterConfig, attention: str, document_tokens: int
+    config: Config,
+    known: Outline,
+    weights: int,
+    shape: DrafterConfig,
+    attention: str,
+    documents: Sequence[Document],
+    keeping: Keeping,
 ) -> Sizes:
     """The numbers that memory follows from."""
     with torch.device("meta"):
         parameters = list(Drafter(shape).parameters())
     packing = packing_settings(config)
-    cuda = known.topology.target[0].startswith("cuda")
     return Sizes(
         topology=known.topology,
         target_weights=weights,
         target_layers=known.target_config.num_hidden_layers,
-        itemsize=(stored_dtype(known.target_config) if cuda else torch.float32).itemsize,
+        itemsize=keeping.received.itemsize,
         mlp_width=mlp_width(known.target_config),
         shape=shape,
         attention=attention,
@@ -163,7 +176,8 @@ def sizes_of(
         batch_rows=config.pipeline.target_batch_rows,
         channel_bytes=config.pipeline.channel_mib * MIB,
         eval_tokens=(config.data.row_tokens + config.eval.max_new_tokens) if config.eval.every else 0,
-        document_tokens=document_tokens,
+        document_tokens=sum(len(document.tokens_T) for document in documents),
+        kept=kept_memory(keeping, len(known.topology.target)),
     )
 
 
@@ -220,6 +234,9 @@ def shortages(memory: tuple[MemoryItem, ...], machine: Machine) -> dict[str, int
 
 def _changes(config: Config, sizes: Sizes) -> Iterator[tuple[str, tuple[MemoryItem, ...]]]:
     """Changes to the config that need less memory, the mildest first, each with its table."""
+    if config.features == "memory":
+        sizes = replace(sizes, kept=None)
+        yield "features=online", memory_table(sizes)
     least = ceil(channel_need(config, sizes.shape.feature_size * sizes.itemsize) / MIB)
     if least < config.pipeline.channel_mib:
         sizes = replace(sizes, channel_bytes=least * MIB)

@@ -27,7 +27,9 @@ from draftsmith.drafter.loss import default_gamma
 from draftsmith.drafter.model import Drafter
 from draftsmith.drafter.traps import FIXED_ROPE
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.pipeline.keeping import Keeping, choose_features, plan_keeping
 from draftsmith.pipeline.machine import Machine, this_machine
+from draftsmith.pipeline.store import StoreIdentity
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.target.capture import check_taps, decoder_layers, default_taps
 from draftsmith.target.load import Target, TargetSpec, load_target
@@ -35,7 +37,8 @@ from draftsmith.target.load import Target, TargetSpec, load_target
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Job:
-    """A run, ready to start. `drafter` holds the initial weights on the host, in fp32."""
+    """A run, ready to start. `drafter` holds the initial weights on the host, in fp32. `data_fingerprint` is that of
+    the documents."""
 
     config: Config
     topology: Topology
@@ -43,7 +46,9 @@ class Job:
     target: Target
     drafter: Drafter
     corpus: Corpus
+    data_fingerprint: str
     source: RowSource
+    keeping: Keeping
     prompts: tuple[tuple[int, ...], ...]
     steps: int
     gamma: float
@@ -52,6 +57,12 @@ class Job:
     @property
     def feature_bytes_per_token(self) -> int:
         return self.drafter.config.feature_size * self.target.embedding_VH.element_size()
+
+    @property
+    def features_identity(self) -> StoreIdentity:
+        """What kept features follow from."""
+        dtype = str(self.keeping.kept).removeprefix("torch.")
+        return StoreIdentity(self.target.fingerprint, self.target.taps, dtype, self.data_fingerprint)
 
 
 def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
@@ -86,6 +97,8 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     prompts = eval_prompts(config, corpus)
     decide(choose_evaluation(config, len(prompts)))
     source = RowSource(corpus.documents, packing_settings(config))
+    keeping = plan_keeping(config, shape.feature_size, target.embedding_VH.dtype, corpus.documents)
+    decide(choose_features(keeping))
     return Job(
         config=config,
         topology=known.topology,
@@ -93,7 +106,9 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
         target=target,
         drafter=drafter,
         corpus=corpus,
+        data_fingerprint=corpus.fingerprint,
         source=source,
+        keeping=keeping,
         prompts=tuple(tuple(renderer.prompt_ids(prompt)) for prompt in prompts[: config.eval.limit]),
         steps=decide(choose_steps(config, source)),
         gamma=gamma,

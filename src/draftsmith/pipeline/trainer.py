@@ -18,6 +18,8 @@ from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints
 from draftsmith.pipeline.gradsync import GradientSync
 from draftsmith.pipeline.journal import Journal, Listener
+from draftsmith.pipeline.keeping import check_keeping, open_store
+from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
 from draftsmith.pipeline.threads import Crew, Failure
@@ -53,8 +55,10 @@ class Run:
         rows = range(first_step * rows_per_step, job.steps * rows_per_step)
         self.channel: Channel[Features] = Channel(config.pipeline.channel_mib * 2**20, first=rows.start)
         feed = Feed(job.source, self.channel, rows, config.pipeline.target_batch_rows, job.feature_bytes_per_token)
+        self.store = open_store(job.keeping, job.features_identity, lambda line: self.journal.log(line))
         self.targets = [
-            TargetWorker(job.target.replica(device_of(name)), feed, self.channel) for name in job.topology.target
+            TargetWorker(job.target.replica(device_of(name)), self.store, feed, self.channel)
+            for name in job.topology.target
         ]
         self.sync = GradientSync(len(job.topology.drafter))
         settings = TrainSettings(
@@ -107,6 +111,7 @@ class Run:
         for name, worker in zip(self.job.topology.drafter, self.drafters, strict=True):
             bodies.append((f"drafter {name}", self._drafter_body(worker, replicas)))
         crew.run(bodies, on_failure)
+        self.store.close()
 
     def _drafter_body(self, worker: DrafterWorker, replicas: int) -> Callable[[], None]:
         def body() -> None:
@@ -166,6 +171,7 @@ def train(
                 write_rejects(folder, error.rejects)
                 raise
         check_capacity(config, job.feature_bytes_per_token)
+        check_keeping(job.keeping, job.features_identity, this_machine())
         check_fingerprint(job, checkpoint)
         write_preamble(folder, job)
         for line in (*map(str, job.decisions), job.corpus.summary):
@@ -181,6 +187,8 @@ def execute(
     run = Run(job, folder, checkpoint, stop)
     journal = run.journal
     journal.listeners.append(listener(run))
+    if run.store.summary:
+        journal.log(run.store.summary)
 
     def on_failure(failure: Failure) -> None:
         journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
@@ -244,7 +252,7 @@ def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:
             f"resume: target.model {job.config.target.model} is not the model (or tokenizer, or template) this run "
             "began with"
         )
-    if checkpoint and checkpoint.state.data_fingerprint != job.corpus.fingerprint:
+    if checkpoint and checkpoint.state.data_fingerprint != job.data_fingerprint:
         raise ConfigError(
             f"resume: data.train ({', '.join(job.config.data.train)}) no longer gives the documents this run began "
             "with; put the files back, or start a new run with drafter.init set to this run's draft folder"

@@ -18,6 +18,7 @@ from draftsmith.nouns import Blocks, Features, Row, StepRecord
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.gradsync import FlatGradients, GradientSync, clip_coefficient
 from draftsmith.pipeline.optim import Optimizers, learning_rate_factor
+from draftsmith.pipeline.store import FeatureStore
 from draftsmith.pipeline.transfer import blocks_to, settle, to_device, worker_stream
 from draftsmith.target.load import Target
 
@@ -63,10 +64,10 @@ class Feed:
 
 
 class TargetWorker:
-    """One replica of the target: claims rows, computes their features, hands them in."""
+    """One replica of the target: claims rows, finds their features in the store or computes them, hands them in."""
 
-    def __init__(self, target: Target, feed: Feed, channel: Channel[Features]) -> None:
-        self.target, self.feed, self.channel = target, feed, channel
+    def __init__(self, target: Target, store: FeatureStore, feed: Feed, channel: Channel[Features]) -> None:
+        self.target, self.store, self.feed, self.channel = target, store, feed, channel
         self.clock = BusyClock()
 
     def run(self) -> None:
@@ -76,12 +77,20 @@ class TargetWorker:
     def _run(self) -> None:
         while batch := self.feed.claim():
             with self.clock.busy():
-                documents = [row.tokens_T[span.start : span.stop] for row in batch for span in row.spans]
-                hidden = iter(self.target.features(documents))
+                hidden = iter(self._hidden(batch))
                 features = [Features(row, torch.cat([next(hidden) for _ in row.spans])) for row in batch]
                 settle(self.target.device)
             for item in features:
                 self.channel.put(item.row.index, item)
+
+    def _hidden(self, batch: list[Row]) -> list[Tensor]:
+        """Features [T_i, F] of every document of the batch."""
+        numbers = [span.document for row in batch for span in row.spans]
+        kept = self.store.get(numbers)
+        if kept is not None:
+            return kept
+        documents = [row.tokens_T[span.start : span.stop] for row in batch for span in row.spans]
+        return self.store.put(numbers, self.target.features(documents))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision
 from draftsmith.pipeline.machine import this_machine
-from draftsmith.report.session import say
+from draftsmith.report.console import say
 from draftsmith.target.load import TargetSpec
 
 PLAIN_EVERY_S = 5.0

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from draftsmith.compile.warmup import warm_up
 from draftsmith.config import Config
@@ -24,16 +23,10 @@ from draftsmith.pipeline.topology import Topology, choose_device, choose_threads
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.pipeline.warmup import NOTHING, planned_signatures
 from draftsmith.report.card import launch_lines
+from draftsmith.report.console import console, say
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
 from draftsmith.report.table import eval_table, warmup_table
 from draftsmith.target.load import Target, TargetSpec, load_target
-
-console = Console()
-
-
-def say(line: str) -> None:
-    """One plain line."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def train_and_show(config: Config, *, resume: bool, stop: threading.Event, job: Job | None = None) -> RunResult:
