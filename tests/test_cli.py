@@ -15,9 +15,9 @@ import transformers
 
 from conftest import tiny_drafter
 from draftsmith import __version__, cli, embedded
+from draftsmith.commands.signals import stoppable
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.errors import ConfigError, InputError
-from draftsmith.signals import stoppable
 
 Outcome = tuple[int, str]
 

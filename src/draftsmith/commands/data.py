@@ -1,13 +1,63 @@
-"""Arguments of `draftsmith data regenerate` and `data inspect`, and the calls they make."""
+"""`data prepare`, `data regenerate` and `data inspect`."""
 
 import argparse
 from pathlib import Path
 
-from draftsmith.arguments import count, positive, share_of
-from draftsmith.signals import stoppable
+from draftsmith.commands.arguments import count, positive, share_of
+from draftsmith.commands.signals import stoppable
+from draftsmith.errors import ConfigError
 
 
-def add_regenerate(parser: argparse.ArgumentParser) -> None:
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    data = commands.add_parser("data", help="prepare training data").add_subparsers(required=True, metavar="COMMAND")
+    _add_prepare(data.add_parser("prepare", help="conversations to token ids and loss masks, once and in parallel"))
+    _add_regenerate(data.add_parser("regenerate", help="let the target answer: conversations with its own turns"))
+    _add_inspect(data.add_parser("inspect", help="what is learned of one conversation, in colours or as HTML"))
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="F", help="file, folder or hub data set; `demo`")
+    parser.add_argument("--target", required=True, help="folder or hub id whose tokenizer and template to use")
+    parser.add_argument("--revision", help="hub revision of the target")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument("--form", help="how records are read, instead of finding out for each file")
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
+    parser.add_argument(
+        "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
+    )
+    parser.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
+    parser.add_argument("--processes", type=count, help="default: as many as cores, one for small data")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
+    parser.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")
+    parser.set_defaults(command=_prepare)
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from draftsmith.data.settings import parse_settings
+    from draftsmith.report.preparing import PrepareOptions, prepare_and_show
+
+    if options.drop_contaminated and not options.prompts:
+        raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
+    settings = parse_settings(options.thinking, options.template_argument, options.template_date)
+    with stoppable() as (stop, code):
+        prepare_and_show(
+            PrepareOptions(
+                files=options.files,
+                target=options.target,
+                revision=options.revision,
+                out=options.out,
+                form=options.form,
+                template=settings,
+                processes=options.processes,
+                prompts=options.prompts,
+                drop_contaminated=options.drop_contaminated,
+            ),
+            stop,
+        )
+        return code()
+
+
+def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", metavar="F", help="conversations or prompts: file, folder, hub data set, `demo`"
     )
@@ -76,7 +126,7 @@ def _regenerate(options: argparse.Namespace) -> int:
         return code()
 
 
-def add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="F", help="conversations; `demo` are the embedded ones")
     parser.add_argument("--target", required=True, help="folder or hub id whose tokenizer and template to use")
     parser.add_argument("--revision", help="hub revision of the target")
