@@ -81,6 +81,14 @@ def test_warm_calls_do_not_trace_and_run_together() -> None:
     assert guard.count_compilations() == compilations
 
 
+def test_compilations_are_counted_after_a_reset_too() -> None:
+    call = compiled()
+    torch._dynamo.reset()  # as others do it; here nobody else is inside
+    before = guard.count_compilations()
+    call(torch.ones(7))
+    assert guard.count_compilations() - before == 1
+
+
 def test_simultaneous_first_calls_compile_once() -> None:
     call, before = compiled(), guard.count_compilations()
     start, results = threading.Barrier(8), list[Tensor]()

@@ -136,8 +136,7 @@ class Guard:
         with self.exclusive("loading the compiler"):
             if not self._installed:
                 private.load_compiler()
-                private.on_compilation(self._counted)
-                private.compile_alone(self.exclusive)
+                private.compile_alone(self.exclusive, self._counted)
                 self._installed = True
 
     def count_compilations(self) -> int:

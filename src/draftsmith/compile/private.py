@@ -117,30 +117,41 @@ def load_compiler() -> None:
 
 class _AloneLock:
     """Stands in for the lock that the compiler takes around every compilation and `torch._dynamo.reset`, whoever asked
-    for it. It takes the guard first, so code that never heard of the guard compiles alone, too."""
+    for it. It takes the guard first, so code that never heard of the guard compiles alone, too; and it sees to it that
+    compilations are counted, which a reset ends."""
 
-    def __init__(self, own: AbstractContextManager[Any], exclusive: Callable[[str], AbstractContextManager[None]]):
+    def __init__(
+        self,
+        own: AbstractContextManager[Any],
+        exclusive: Callable[[str], AbstractContextManager[None]],
+        started: Callable[[], None],
+    ) -> None:
         self._own, self._exclusive = own, exclusive
+        self._count = lambda arguments: started()
         self._open = threading.local()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._exclusive("compiling"))
             stack.enter_context(self._own)
+            handler = torch._dynamo.callback.callback_handler
+            if self._count not in handler.start_callbacks:
+                handler.register_start_callback(self._count)
             self._open.stacks = [*getattr(self._open, "stacks", []), stack.pop_all()]
 
     def __exit__(self, *error: Any) -> None:
         self._open.stacks.pop().__exit__(*error)
 
 
-def compile_alone(exclusive: Callable[[str], AbstractContextManager[None]]) -> None:
-    """From now on every compilation of this process is inside `exclusive`. Once per process; more calls do nothing."""
+def compile_alone(exclusive: Callable[[str], AbstractContextManager[None]], started: Callable[[], None]) -> None:
+    """From now on every compilation of this process is inside `exclusive`, and `started` is called as it starts, also
+    of a backward that is compiled late. Once per process; more calls do nothing."""
     import torch._dynamo.convert_frame as convert_frame
 
     own: Any = convert_frame.compile_lock
     if not isinstance(own, _AloneLock):
         with exclusive("installing the compile guard"), own:
-            convert_frame.compile_lock = _AloneLock(own, exclusive)  # type: ignore[assignment]
+            convert_frame.compile_lock = _AloneLock(own, exclusive, started)  # type: ignore[assignment]
 
 
 def version() -> tuple[int, ...]:
@@ -183,13 +194,6 @@ def is_limit_error(error: BaseException) -> bool:
     import torch._dynamo.exc
 
     return isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
-
-
-def on_compilation(callback: Callable[[], None]) -> None:
-    """Calls back at the start of every compilation of the process, whoever asked for it, also of a late backward."""
-    import torch._dynamo.callback
-
-    torch._dynamo.callback.callback_handler.register_start_callback(lambda arguments: callback())
 
 
 def cache_counters() -> dict[str, int]:
