@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from draftsmith.compile import guard, private
+from draftsmith.compile.damage import find_damage, find_unreadable
 from draftsmith.compile.reproduce import Phase, reproduce_all
-from draftsmith.doctor.cache import find_damage
 from draftsmith.doctor.check import Check, Subject
 from draftsmith.doctor.code import observe
 
@@ -143,11 +143,11 @@ def compiler_cache(subject: Subject) -> Check:
         return Check(name, "fail", f"{directory} cannot be read and written", remedy)
     files = [path for path in directory.rglob("*") if path.is_file()]
     size = f"{directory}: {len(files)} files, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB"
-    damage = find_damage(directory)
+    damage = [*find_damage(directory), *find_unreadable(directory)]
     if damage:
         shown = "; ".join(damage[:3]) + (f"; {len(damage) - 3} more" if len(damage) > 3 else "")
-        return Check(name, "fail", f"{size}; damaged: {shown}", f"delete {directory}; signatures are compiled again")
-    return Check(name, "ok", f"{size}; every library is whole and every Python file parses")
+        return Check(name, "fail", f"{size}; damaged: {shown}", "draftsmith cache clear; signatures are compiled again")
+    return Check(name, "ok", f"{size}; every library, Python file and entry is whole")
 
 
 def left_on(subject: Subject) -> Check:
