@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import embedded
 from draftsmith.config import Config, parse_config
@@ -22,6 +22,7 @@ from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
 from draftsmith.pipeline.prepare import choose_shape
 from draftsmith.pipeline.trainer import Run, RunResult, train
+from draftsmith.target.capture import TapCapture, decoder_layers
 from draftsmith.target.load import Target, TargetSpec, load_target
 
 
@@ -91,6 +92,22 @@ def tiny_qwen3(layers: int = 5) -> Any:
         initializer_range=0.2,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_target(stop_ids: tuple[int, ...] = (), **changes: Any) -> Target:
+    """The tiny model as a target with its first three layers tapped."""
+    model = tiny_qwen3(**changes)
+    return Target(
+        spec=TargetSpec("tiny"),
+        model=model,
+        config=model.config,
+        tokenizer=AutoTokenizer.from_pretrained(embedded.TARGET),
+        capture=TapCapture(decoder_layers(model, 5), (0, 1, 2)),
+        embedding_VH=model.get_input_embeddings().weight.detach(),
+        head_VH=model.get_output_embeddings().weight.detach(),
+        stop_ids=stop_ids,
+        fingerprint="tiny",
+    )
 
 
 def random_documents(seed: int, lengths: list[int], vocab: int = 60) -> list[Document]:

@@ -6,32 +6,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from conftest import tiny_drafter, tiny_qwen3
+from conftest import tiny_drafter, tiny_target
 from draftsmith import embedded
-from draftsmith.decode import speculate
-from draftsmith.decode.evaluate import acceptance_per_position, evaluate, library_generate, tau
-from draftsmith.decode.speculate import Generation, TargetState, plain_generate, speculative_generate
+from draftsmith.decode import cache, states
+from draftsmith.decode.evaluate import evaluate, library_generate
+from draftsmith.decode.figures import acceptance_per_position, tau
+from draftsmith.decode.speculate import Generation, plain_generate, speculative_generate
+from draftsmith.decode.states import TargetState
 from draftsmith.drafter.config import FULL, SLIDING
 from draftsmith.drafter.model import Drafter
 from draftsmith.target.capture import TapCapture, decoder_layers
 from draftsmith.target.load import Target, TargetSpec
 
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [5, 5, 5, 5], [9, 30, 12, 44, 2]]
-
-
-def tiny_target(stop_ids: tuple[int, ...] = (), **changes: Any) -> Target:
-    model = tiny_qwen3(**changes)
-    return Target(
-        spec=TargetSpec("tiny"),
-        model=model,
-        config=model.config,
-        tokenizer=AutoTokenizer.from_pretrained(embedded.TARGET),
-        capture=TapCapture(decoder_layers(model, 5), (0, 1, 2)),
-        embedding_VH=model.get_input_embeddings().weight.detach(),
-        head_VH=model.get_output_embeddings().weight.detach(),
-        stop_ids=stop_ids,
-        fingerprint="tiny",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +31,13 @@ def oracle(monkeypatch: pytest.MonkeyPatch, target: Target, prompt: list[int], w
     truth = plain_generate(target, prompt, 64).tokens
     rounds = iter(range(1000))
 
-    def logits(self: speculate.DraftState, anchor_token: int, size: int) -> torch.Tensor:
+    def logits(self: states.DraftState, anchor_token: int, size: int) -> torch.Tensor:
         done = self.cache.length - len(prompt)
         out = torch.nn.functional.one_hot(torch.tensor(truth[done + 1 : done + size]), 64).float()
         slot = wrong_at.get(next(rounds))
         return out if slot is None or slot >= size else out.index_fill(0, torch.tensor([slot - 1]), 0.0)
 
-    monkeypatch.setattr(speculate.DraftState, "logits", logits)
+    monkeypatch.setattr(states.DraftState, "logits", logits)
 
 
 @pytest.mark.parametrize("kind", [(FULL, FULL), (FULL, SLIDING), (SLIDING, SLIDING)], ids=str)
@@ -117,29 +104,31 @@ def test_the_library_baseline_decodes_the_same(target: Target) -> None:
 
 def test_a_wrong_rollback_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: forgetting one token too few changes the output."""
-    forget = speculate.TargetCache.forget
-    monkeypatch.setattr(speculate.TargetCache, "forget", lambda self, tokens: forget(self, max(0, tokens - 1)))
+    forget = cache.TargetCache.forget
+    monkeypatch.setattr(cache.TargetCache, "forget", lambda self, tokens: forget(self, max(0, tokens - 1)))
+    start = cache.ContextLayer.__init__
+    monkeypatch.setattr(cache.ContextLayer, "__init__", lambda self, capacity: start(self, capacity + 99))
     report = evaluate(target, tiny_drafter(), PROMPTS, 30)
-    assert not report.lossless
+    assert not report.main.lossless
 
 
 def test_prompts_that_stop_at_once_are_no_speed_up(target: Target) -> None:
     first = plain_generate(target, [1, 2, 3], 1).tokens[0]
     report = evaluate(tiny_target(stop_ids=(first,)), tiny_drafter(), [[1, 2, 3]], 10)
-    assert (report.tau, report.speedup, report.lossless) == (1.0, 1.0, True)
+    assert (report.main.tau, report.main.speedup, report.main.lossless) == (1.0, 1.0, True)
 
 
 def test_evaluate_reports_what_it_decoded(target: Target) -> None:
     report = evaluate(target, tiny_drafter(), PROMPTS, 10)
-    assert report.lossless
-    assert report.ties == ()
+    assert report.main.lossless
+    assert report.main.ties == ()
     assert report.prompts == len(PROMPTS)
-    assert report.new_tokens == 10 * len(PROMPTS)
-    assert report.tau == pytest.approx(
-        sum(map(sum, report.rounds_per_prompt)) / sum(len(r) for r in report.rounds_per_prompt)
+    assert report.main.new_tokens == 10 * len(PROMPTS)
+    assert report.main.tau == pytest.approx(
+        sum(map(sum, report.main.rounds_per_prompt)) / sum(len(r) for r in report.main.rounds_per_prompt)
     )
-    assert len(report.accept_per_position) == 3
-    assert report.speedup == pytest.approx(report.tokens_per_second / report.baseline_tokens_per_second)
+    assert len(report.main.accept_per_position) == 3
+    assert report.main.speedup == pytest.approx(report.main.tokens_per_second / report.baseline_tokens_per_second)
 
 
 @torch.inference_mode()
@@ -147,7 +136,7 @@ def test_served_features_are_the_trained_ones(target: Target) -> None:
     """End to end: features taken piece by piece with a cache equal those of the training path, to 1e-4."""
     ids = torch.randint(0, 60, (33,), generator=torch.Generator().manual_seed(1))
     trained = target.features([ids])[0]
-    reader = TargetState(target)
+    reader = TargetState(target, 33)
     parts = []
     for part in ids.split([10, 1, 4, 18]):
         _, hidden = reader.forward(part, features=True)
@@ -169,4 +158,4 @@ def test_the_embedded_target_decodes_losslessly(demo_target: Target) -> None:
     drafter = Drafter(demo_shape(demo_target))
     init_from_target(drafter, decoder_layers(demo_target.model, 10), demo_target.model.model.norm, 0)
     report = evaluate(demo_target, drafter, prompts, 24)
-    assert report.lossless
+    assert report.main.lossless

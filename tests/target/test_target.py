@@ -216,4 +216,4 @@ def test_a_target_whose_cache_cannot_be_rolled_back_is_refused_with_the_reason()
 
     target = build(qwen3_5)
     with pytest.raises(InputError, match="cannot be rolled back"):
-        TargetCache(target.model, target.config)
+        TargetCache(target.model, target.config, 8)
