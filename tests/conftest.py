@@ -78,7 +78,7 @@ def tiny_drafter(seed: int = 0, **changes: Any) -> Drafter:
     return drafter
 
 
-def tiny_qwen3(layers: int = 5) -> Any:
+def tiny_qwen3(layers: int = 5, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
@@ -90,6 +90,7 @@ def tiny_qwen3(layers: int = 5) -> Any:
         head_dim=8,
         max_position_embeddings=512,
         initializer_range=0.2,
+        **changes,
     )
     return Qwen3ForCausalLM(config).eval()
 

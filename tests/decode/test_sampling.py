@@ -20,17 +20,23 @@ from draftsmith.decode.verify import Proposal, Verdict, verify
 from draftsmith.errors import ConfigError
 from draftsmith.target.load import Target
 
-V, SLOTS, DRAWS, SEEDS, ALPHA = 6, 3, 300, range(20), 0.01
+V, SLOTS, DRAWS, SEEDS, ALPHA = 6, 3, 200, range(20), 0.01
 SAMPLING = Sampling(temperature=0.8, top_p=0.95, top_k=5)
 
 
 def chi_square_p(observed: Counter[int], expected: Tensor, draws: int) -> float:
-    """P-value of the counts under the expected probabilities; 0 where an impossible token occurred."""
+    """P-value of the counts under the expected probabilities; 0 where an impossible token occurred.
+
+    Tokens that are expected fewer than five times are counted together, or the approximation does not hold.
+    """
     if any(expected[token] == 0 for token in observed):
         return 0.0
-    possible = expected.nonzero()[:, 0].tolist()
-    statistic = sum((observed[t] - draws * float(expected[t])) ** 2 / (draws * float(expected[t])) for t in possible)
-    freedom = torch.tensor((len(possible) - 1) / 2, dtype=torch.float64)
+    cells = [(observed[token], draws * p) for token, p in enumerate(expected.tolist())]
+    often = [cell for cell in cells if cell[1] >= 5]
+    seldom = (draws - sum(seen for seen, _ in often), draws - sum(mean for _, mean in often))
+    cells = [*often, seldom] if seldom[1] >= 1 else often
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
@@ -115,7 +121,10 @@ def replacing_from_the_whole(proposal: Proposal, logits_RV: Tensor, dice: Dice) 
     assert proposal.drawn_from_NV is not None
     p_RV, q_NV, drafts = SAMPLING.probabilities(logits_RV), proposal.drawn_from_NV, proposal.ids_R[1:].tolist()
     kept = 0
-    while kept < len(drafts) and torch.rand((), generator=dice._generator) * q_NV[kept, drafts[kept]] < p_RV[kept, drafts[kept]]:
+    while (
+        kept < len(drafts)
+        and torch.rand((), generator=dice._generator) * q_NV[kept, drafts[kept]] < p_RV[kept, drafts[kept]]
+    ):
         kept += 1
     return Verdict(list(range(kept + 1)), [*drafts[:kept], int(dice.draw(p_RV[kept : kept + 1]))])
 

@@ -209,11 +209,3 @@ def test_rotary_kinds_that_depend_on_the_length_are_not_taken_over() -> None:
     assert taken(rope_type="dynamic", factor=2.0) == "default"
     assert taken(rope_type="yarn", factor=2.0) == "yarn"
     assert taken(rope_type="default") == "default"
-
-
-def test_a_target_whose_cache_cannot_be_rolled_back_is_refused_with_the_reason() -> None:
-    from draftsmith.decode.cache import TargetCache
-
-    target = build(qwen3_5)
-    with pytest.raises(InputError, match="cannot be rolled back"):
-        TargetCache(target.model, target.config, 8)

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.promptsets import PROMPT_SETS, PromptSet
 from draftsmith.embedded import CONVERSATIONS, PROMPTS
 from draftsmith.errors import InputError
 
@@ -164,24 +165,32 @@ def message_problem(messages: Any) -> str | None:
     return None
 
 
-def read_prompts(files: Iterable[str]) -> list[Prompt]:
+def read_prompts(files: Iterable[str], limit: int | None = None) -> list[Prompt]:
     """Prompt files: `{"messages": [...]}` or `{"prompt": "..."}` per line, a reference answer in `reference`.
+
+    `demo` stands for the embedded ones, a key of `PROMPT_SETS` for a public benchmark. `limit` cuts each of them.
 
     Raises:
         InputError: a file or a line cannot be used; the line is named.
     """
     prompts = []
     for name in files:
-        path = PROMPTS if name == "demo" else Path(name)
-        found = [_prompt(f"{path}:{line}", raw) for line, raw in _lines(path, "prompts")]
+        known = PROMPT_SETS.get(name)
+        path = PROMPTS if name == "demo" else known.path(name) if known else Path(name)
+        found = [_prompt(f"{path}:{line}", raw, known) for line, raw in _lines(path, "prompts")]
         if not found:
             raise InputError(f"prompts: {path} holds no prompt; leave it out or fill it")
-        prompts += found
+        prompts += found[:limit]
     return prompts
 
 
-def _prompt(source: str, raw: bytes) -> Prompt:
+def _prompt(source: str, raw: bytes, known: PromptSet | None) -> Prompt:
     data, problem = _parsed(raw)
+    if problem is None and known is not None:
+        try:
+            data = known.line(data)
+        except (KeyError, TypeError, IndexError) as error:
+            problem = f"not what {known.package} is known to hold ({error!r}); install another version of it"
     if problem is None:
         problem = _prompt_problem(data)
     if problem:

@@ -16,6 +16,9 @@ class Shares:
     bookkeeping_s: float = 0.0
 
 
+NO_TIME = Shares()
+
+
 class RoundClock:
     """Marks the parts of each round in the order they run.
 

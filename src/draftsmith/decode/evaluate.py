@@ -10,6 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from draftsmith.decode.figures import Figures, Tie, figures, speed, tau
 from draftsmith.decode.methods import Chain, Method
+from draftsmith.decode.probe import check_target
 from draftsmith.decode.sampling import GREEDY, Sampling
 from draftsmith.decode.speculate import Generation, decode, plain_generate, speculative_generate
 from draftsmith.decode.states import TargetState
@@ -72,11 +73,15 @@ def evaluate(
         sampling: greedy, or the distribution to draw from.
         others: further methods to measure in the same run.
         on_prompt: called with the number of prompts done.
+
+    Raises:
+        InputError: the target cannot take rejected tokens back, or cannot read trees.
     """
     main = Contender(target, Chain(method) if isinstance(method, Drafter) else method)
     runs = {"": main, **(others or {})}
     drafted: dict[str, list[Generation]] = {name: [] for name in runs}
     plain, library = [], []
+    check_target(target, trees=any(run.method.branches for run in runs.values()))
     for run in runs.values():  # first-call costs belong to nobody
         decode(run.target, run.method, prompts[0], min(WARM_UP_TOKENS, max_new_tokens), sampling)
     library_generate(target, prompts[0], min(WARM_UP_TOKENS, max_new_tokens), sampling)
@@ -127,7 +132,7 @@ def library_generate(
     )
     ended = time.perf_counter()
     assert stamp.first is not None
-    return Generation(tuple(out[0, ids.shape[1] :].tolist()), (), (), ended - stamp.first)
+    return Generation(tuple(out[0, ids.shape[1] :].tolist()), ended - stamp.first)
 
 
 def _compared(
@@ -137,29 +142,46 @@ def _compared(
     lossless, ties = True, []
     for number, (ids, ours, reference) in enumerate(zip(prompts, drafted, plain, strict=True)):
         if ours.tokens != reference.tokens:
-            tie = _tie(target, number, ids, ours.tokens, reference.tokens)
+            tie = _tie(target, number, ids, ours, reference.tokens)
             lossless = lossless and tie is not None
             ties += [tie] if tie is not None else []
     return lossless, ties
 
 
-@torch.inference_mode()
-def _tie(
-    target: Target, number: int, prompt: Sequence[int], drafted: Sequence[int], plain: Sequence[int]
-) -> Tie | None:
-    """In lower precision, is the first difference one that the target's own rounding explains? Never in fp32."""
+def _tie(target: Target, number: int, prompt: Sequence[int], drafted: Generation, plain: Sequence[int]) -> Tie | None:
+    """In lower precision, is the first difference one that the target's own rounding explains? Never in fp32.
+
+    The same tokens are read again one by one and in the rounds' blocks. `noise` is by how much the difference of any
+    two logits there depends on that.
+    """
     if target.embedding_VH.dtype == torch.float32:
         return None
-    place = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), None)
+    place = next((i for i, (a, b) in enumerate(zip(drafted.tokens, plain, strict=False)) if a != b), None)
     if place is None or place == 0:
         return None
-    ids = torch.tensor([*prompt, *plain[:place]], device=target.device)
-    whole, _ = TargetState(target, len(ids)).forward(ids, features=False)
-    reader = TargetState(target, len(ids))
-    reader.forward(ids[:-1], features=False, last_only=True)
-    reader.cache.forget(0)
-    single, _ = reader.forward(ids[-1:], features=False)
-    noise = float((whole[-1].float() - single[-1].float()).abs().max())
-    top = single[-1].float().topk(2).values
+    single_V = _logits_in_rounds(target, prompt, plain[:place], [1] * place, [1] * place)
+    block_V = _logits_in_rounds(target, prompt, plain[:place], drafted.rounds, drafted.verified)
+    noise = float((block_V - single_V).max() - (block_V - single_V).min())
+    top = single_V.topk(2).values
     gap = float(top[0] - top[1])
-    return Tie(number, place, gap, noise) if gap < noise else None
+    return Tie(number, place, gap, noise) if gap <= noise else None
+
+
+@torch.inference_mode()
+def _logits_in_rounds(
+    target: Target, prompt: Sequence[int], tokens: Sequence[int], kept: Sequence[int], verified: Sequence[int]
+) -> torch.Tensor:
+    """Logits [V] after the last of `tokens`, read in blocks of `verified` rows of which `kept` stay."""
+    reader = TargetState(target, len(prompt) + len(tokens) + max(verified))
+    reader.forward(torch.tensor(prompt, device=target.device), features=False, last_only=True)
+    reader.cache.forget(0)
+    done = 0
+    for stay, rows in zip(kept, verified, strict=True):
+        block = list(tokens[done : done + min(stay, rows)])
+        ids_R = torch.tensor(block + block[-1:] * (rows - len(block)), device=target.device)
+        logits_RV, _ = reader.forward(ids_R, features=False)
+        done += len(block)
+        if done == len(tokens):
+            return logits_RV[len(block) - 1].float()
+        reader.cache.keep(range(len(block)), rows)
+    raise AssertionError(f"the rounds hold {done} of {len(tokens)} tokens")

@@ -97,9 +97,7 @@ def figures(
     ties: Sequence[Tie],
 ) -> Figures:
     """Everything that can be said about one way of drafting."""
-    parts_s = [
-        sum(getattr(g.shares, name) for g in generations) for name in ("draft_s", "verify_s", "bookkeeping_s")
-    ]
+    parts_s = [sum(getattr(g.shares, name) for g in generations) for name in ("draft_s", "verify_s", "bookkeeping_s")]
     draft_share, verify_share, bookkeeping_share = (part_s / max(1e-9, sum(parts_s)) for part_s in parts_s)
     per_prompt = tuple(tau([g]) for g in generations)
     tokens_per_second = speed(generations)

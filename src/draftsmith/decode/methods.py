@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import Dice
-from draftsmith.decode.states import DraftState, TargetState
+from draftsmith.decode.states import DraftState
 from draftsmith.decode.tree import best_tree
 from draftsmith.decode.verify import Proposal
 from draftsmith.drafter.model import Drafter
@@ -41,8 +41,9 @@ class Method(Protocol):
     def needs_features(self) -> bool:
         """Whether the target's hidden states are wanted."""
 
-    def check(self, state: TargetState) -> None:
-        """Raises InputError if the target cannot verify what this drafts."""
+    @property
+    def branches(self) -> bool:
+        """Whether drafts are trees."""
 
     def start(self, target: Target, length: int, dice: Dice) -> Proposer:
         """Buffers for one sequence of at most `length` tokens."""
@@ -56,6 +57,7 @@ class Chain:
     drafter: Drafter
     greedy: bool = False
     needs_features: bool = True
+    branches: bool = False
 
     @property
     def block_size(self) -> int:
@@ -64,9 +66,6 @@ class Chain:
     @property
     def rows(self) -> int:
         return self.block_size
-
-    def check(self, state: TargetState) -> None:
-        pass
 
     def start(self, target: Target, length: int, dice: Dice) -> "_ChainProposer":
         return _ChainProposer(self, target, length, dice)
@@ -100,6 +99,7 @@ class Tree:
     drafter: Drafter
     budget: int
     needs_features: bool = True
+    branches: bool = True
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -112,9 +112,6 @@ class Tree:
     @property
     def rows(self) -> int:
         return self.budget + 1
-
-    def check(self, state: TargetState) -> None:
-        state.check_trees()
 
     def start(self, target: Target, length: int, dice: Dice) -> "_TreeProposer":
         return _TreeProposer(self, target, length, dice)
@@ -142,13 +139,11 @@ class LookUp:
     block_size: int
     longest: int = 3
     needs_features: bool = False
+    branches: bool = False
 
     @property
     def rows(self) -> int:
         return self.block_size
-
-    def check(self, state: TargetState) -> None:
-        pass
 
     def start(self, target: Target, length: int, dice: Dice) -> "_LookUpProposer":
         return _LookUpProposer(self.longest, target.device)

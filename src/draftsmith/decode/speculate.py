@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.decode.clock import RoundClock, Shares
+from draftsmith.decode.clock import NO_TIME, RoundClock, Shares
 from draftsmith.decode.methods import Chain, Method
 from draftsmith.decode.sampling import GREEDY, Dice, Sampling
 from draftsmith.decode.states import TargetState
@@ -26,14 +26,16 @@ OnRound = Callable[[list[int], int], None]
 class Generation:
     """What one prompt gave. `rounds` holds the tokens each round produced; the first token belongs to the prefill.
 
-    `decode_s` is the time after the first token was known, `shares` where the rounds spent it.
+    `decode_s` is the time after the first token was known, `shares` where the rounds spent it. Plain decoding has no
+    rounds.
     """
 
     tokens: tuple[int, ...]
-    rounds: tuple[int, ...]
-    accepted: tuple[int, ...]  # drafted tokens kept in each round
     decode_s: float
-    shares: Shares = Shares()
+    rounds: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()  # drafted tokens kept in each round
+    verified: tuple[int, ...] = ()  # rows that the target read in each round
+    shares: Shares = NO_TIME
 
 
 def speculative_generate(
@@ -69,7 +71,6 @@ def decode(
     """
     length = len(prompt_ids) + max_new_tokens
     reader = TargetState(target, length + method.rows)
-    method.check(reader)
     dice = Dice(sampling, seed, target.device)
     proposer = method.start(target, length, dice)
     prompt_T = torch.tensor(prompt_ids, device=target.device)
@@ -79,6 +80,7 @@ def decode(
     clock, began = RoundClock(target.device), time.perf_counter()
     rounds: list[int] = []
     accepted: list[int] = []
+    verified: list[int] = []
     if on_round is not None:
         on_round(text[-1:], 0)
     while len(text) < length and text[-1] not in target.stop_ids:
@@ -95,11 +97,18 @@ def decode(
         text += produced
         rounds.append(len(produced))
         accepted.append(min(len(verdict.rows) - 1, len(produced)))
+        verified.append(len(logits_RV))
         clock.stop()
         if on_round is not None:
             on_round(produced, accepted[-1])
-    tokens = tuple(text[len(prompt_ids) :])
-    return Generation(tokens, tuple(rounds), tuple(accepted), time.perf_counter() - began, clock.shares())
+    return Generation(
+        tokens=tuple(text[len(prompt_ids) :]),
+        decode_s=time.perf_counter() - began,
+        rounds=tuple(rounds),
+        accepted=tuple(accepted),
+        verified=tuple(verified),
+        shares=clock.shares(),
+    )
 
 
 def _cut(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
@@ -131,4 +140,4 @@ def plain_generate(
         logits_1V, _ = reader.forward(token_1, features=False)
         token_1 = dice.choose(logits_1V)
         tokens += token_1.tolist()
-    return Generation(tuple(tokens), (), (), time.perf_counter() - began)
+    return Generation(tuple(tokens), time.perf_counter() - began)

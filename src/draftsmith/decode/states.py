@@ -1,7 +1,6 @@
 """The two models at work on one sequence: every forward of decoding happens in `TargetState` or `DraftState`."""
 
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -54,35 +53,29 @@ class TargetState:
         self.cache.extended(len(ids_T))
         return logits_TV, concatenated(states)[0] if features else None
 
-    def check_trees(self) -> None:
-        """Whether this target can read a tree at all.
-
-        Raises:
-            InputError: it has layers without a mask, or takes no positions.
-        """
-        config, names = self.target.config, signature(self.target.model.forward).parameters
-        odd = sorted(set(_layer_kinds(config)) - {FULL, SLIDING})
-        if not self.cache.is_plain or odd or not {"position_ids", "attention_mask"} <= set(names):
-            reason = f"layers of kind {', '.join(odd)}" if odd else "no mask or positions of their own per token"
-            raise InputError(f"--tree: target.model {config.model_type} has {reason}, so it cannot verify a tree")
-
     def _tree_arguments(self, tree: TreeShape) -> dict[str, Any]:
         """Positions and additive masks [1, 1, R, context + R]: a row sees the context, itself and its ancestors.
 
         A model whose layers differ takes one mask per kind, in a dictionary.
+
+        Raises:
+            InputError: the model has layers that no mask can make read a tree.
         """
         config, context = self.target.config, self.cache.length
+        kinds = sorted(set(_layer_kinds(config)))
+        if not self.cache.is_plain or not {*kinds} <= {FULL, SLIDING}:
+            raise InputError(
+                f"--tree: target.model {config.model_type} has layers of kind {', '.join(kinds)}; only full and "
+                "sliding attention can read a tree"
+            )
         positions_R = context + tree.depths_R
         keys_K = torch.cat((torch.arange(context, device=positions_R.device), positions_R))
         whole_RK = torch.cat((tree.visible_RR.new_ones(len(positions_R), context), tree.visible_RR), 1)
         masks = {}
-        for kind in sorted(set(_layer_kinds(config))):
+        for kind in kinds:
             near = True if kind == FULL else keys_K > positions_R[:, None] - config.sliding_window
             masks[kind] = _additive(whole_RK & near, self.target.embedding_VH.dtype)[None, None]
-        return {
-            "position_ids": positions_R[None],
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        }
+        return {"position_ids": positions_R[None], "attention_mask": masks if len(kinds) > 1 else masks[kinds[0]]}
 
 
 def _layer_kinds(config: Any) -> list[str]:
@@ -106,7 +99,8 @@ class DraftState:
     def __init__(self, drafter: Drafter, embedding_VH: Tensor, head_VH: Tensor, length: int) -> None:
         config = drafter.config
         self.drafter, self.embedding_VH, self.head_VH = drafter, embedding_VH, head_VH
-        self.rotary = RotaryTable(config, length + config.block_size, embedding_VH.device)
+        dtype = drafter.fc.weight.dtype
+        self.rotary = RotaryTable(config, length + config.block_size, embedding_VH.device, dtype)
         self.cache = DraftCache(config, length, drafter.fc.weight)
         self.block_B = torch.full((config.block_size,), config.mask_token_id, device=embedding_VH.device)
         self._sliding_masks: dict[tuple[int, int], Tensor] = {}
