@@ -15,7 +15,7 @@ from conftest import tiny_drafter, tiny_target
 from draftsmith import embedded
 from draftsmith.decode.evaluate import evaluate
 from draftsmith.decode.methods import Chain, LookUp, Tree
-from draftsmith.decode.probe import check_target
+from draftsmith.decode.probe import probe_target
 from draftsmith.decode.speculate import decode, plain_generate
 from draftsmith.errors import InputError
 from draftsmith.target.capture import TapCapture, decoder_layers
@@ -76,7 +76,7 @@ def without_cache(target: Target, prompt: list[int], count: int) -> tuple[int, .
 @pytest.mark.parametrize("kind", [*ATTENTION, *CHUNKED, *CONVOLUTION])
 def test_chains_decode_what_the_target_writes(kind: str) -> None:
     target = family(kind, (ATTENTION | CHUNKED | CONVOLUTION)[kind])
-    check_target(target)
+    probe_target(target)
     for prompt in PROMPTS:
         expected = without_cache(target, prompt, COUNT)
         assert plain_generate(target, prompt, COUNT).tokens == expected
@@ -87,7 +87,7 @@ def test_chains_decode_what_the_target_writes(kind: str) -> None:
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_trees_decode_what_the_target_writes(kind: str) -> None:
     target = family(kind, ATTENTION[kind])
-    check_target(target, trees=True)
+    probe_target(target, trees=True)
     for prompt in PROMPTS:
         assert decode(target, Tree(tiny_drafter(), 8), prompt, COUNT).tokens == without_cache(target, prompt, COUNT)
 
@@ -96,14 +96,14 @@ def test_trees_decode_what_the_target_writes(kind: str) -> None:
 def test_trees_are_refused_where_no_mask_can_make_one(kind: str) -> None:
     target = family(kind, (CHUNKED | CONVOLUTION)[kind])
     with pytest.raises(InputError, match="only full and sliding attention can read a tree"):
-        check_target(target, trees=True)
+        probe_target(target, trees=True)
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_states_are_refused(kind: str) -> None:
     target = family(kind, RECURRENT[kind])
     with pytest.raises(InputError, match=f"target.model {kind}.*(recurrent state|takes no key/value cache|its cache)"):
-        check_target(target)
+        probe_target(target)
     with pytest.raises(InputError, match="cannot be used"):
         decode(target, Chain(tiny_drafter()), [1, 2, 3], 4)
 
@@ -116,10 +116,10 @@ def test_a_target_that_ignores_a_trees_mask_is_refused(monkeypatch: pytest.Monke
     def deaf(self: Any, *, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
         return forward(self, **kwargs)
 
-    check_target(target, trees=True)
+    probe_target(target, trees=True)
     monkeypatch.setattr(type(target.model), "forward", deaf)
     with pytest.raises(InputError, match="does not heed the mask of a draft tree"):
-        check_target(target, trees=True)
+        probe_target(target, trees=True)
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chain", "tree"])

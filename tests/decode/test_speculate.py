@@ -109,7 +109,7 @@ def test_a_wrong_rollback_is_noticed(target: Target, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cache.ContextLayer, "__init__", lambda self, capacity: start(self, capacity + 99))
     with pytest.raises(InputError, match="does not forget what it is told"):
         evaluate(target, tiny_drafter(), PROMPTS, 30)
-    monkeypatch.setattr(evaluate_room, "check_target", lambda target, trees: None)
+    monkeypatch.setattr(evaluate_room, "probe_target", lambda target, trees: None)
     assert not evaluate(target, tiny_drafter(), PROMPTS, 30).main.lossless
 
 

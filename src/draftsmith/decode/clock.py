@@ -60,9 +60,9 @@ class RoundClock:
     def _mark(self) -> Any:
         if self._cuda is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._cuda))
         return event
 
     def _between(self, first: Any, second: Any) -> float:
-        return second - first if self._cuda is None else first.elapsed_time(second) / 1e3
+        return float(second - first if self._cuda is None else first.elapsed_time(second) / 1e3)

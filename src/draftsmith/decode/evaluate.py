@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from draftsmith.decode.figures import Figures, Tie, figures, speed, tau
 from draftsmith.decode.methods import Chain, Method
-from draftsmith.decode.probe import check_target
+from draftsmith.decode.probe import probe_target
 from draftsmith.decode.sampling import GREEDY, Sampling
 from draftsmith.decode.speculate import Generation, decode, plain_generate, speculative_generate
 from draftsmith.decode.states import TargetState
@@ -81,7 +81,7 @@ def evaluate(
     runs = {"": main, **(others or {})}
     drafted: dict[str, list[Generation]] = {name: [] for name in runs}
     plain, library = [], []
-    check_target(target, trees=any(run.method.branches for run in runs.values()))
+    probe_target(target, trees=any(run.method.branches for run in runs.values()))
     for run in runs.values():  # first-call costs belong to nobody
         decode(run.target, run.method, prompts[0], min(WARM_UP_TOKENS, max_new_tokens), sampling)
     library_generate(target, prompts[0], min(WARM_UP_TOKENS, max_new_tokens), sampling)

@@ -15,14 +15,14 @@ TOLERANCE, LOWER_PRECISION_TOLERANCE = 1e-3, 0.1  # of the largest logit; a wron
 
 
 @torch.inference_mode()
-def check_target(target: Target, *, trees: bool = False) -> None:
+def probe_target(target: Target, *, trees: bool = False) -> None:
     """Compares a cache that has been rolled back with a fresh one, and rows of a tree with the same tokens in a row.
 
     Raises:
         InputError: this target keeps states that cannot be rolled back, or does not heed a tree's mask.
     """
     ids = (torch.arange(1, PROMPT + SURPLUS + REST + 1) % target.embedding_VH.shape[0]).to(target.device)
-    prompt, surplus, rest = ids.split([PROMPT, SURPLUS, REST])
+    prompt, surplus, rest = ids[:PROMPT], ids[PROMPT:-REST], ids[-REST:]
     reader = _read(target, prompt, len(ids))
     reader.forward(surplus, features=False)
     reader.cache.keep([0], SURPLUS)

@@ -14,7 +14,7 @@ from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
 from draftsmith.data.template import Renderer, choose_mask_token
 from draftsmith.decisions import Decision, Ledger
-from draftsmith.decode.probe import check_target
+from draftsmith.decode.probe import probe_target
 from draftsmith.drafter.anchors import anchor_count
 from draftsmith.drafter.checkpoint import find_drafter, read_tensors
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
@@ -65,7 +65,7 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     known = outline(config, this_machine(), decide, resolved)
     torch.set_num_threads(known.threads)
     target = load_target(known.spec, known.taps, device_of(known.topology.target[0]))
-    check_target(target)  # refuses a target that no drafter could serve, before any training
+    probe_target(target)  # refuses a target that no drafter could serve, before any training
     if known.spec.adapter:
         decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
     renderer = Renderer(target.tokenizer)

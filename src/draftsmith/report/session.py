@@ -1,30 +1,21 @@
 """Commands as a person meets them: the library's functions with a console around them."""
 
-import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from draftsmith.config import Config
-from draftsmith.data.conversations import read_prompts
-from draftsmith.data.template import Renderer
-from draftsmith.decisions import Ledger
-from draftsmith.decode.evaluate import EvalReport, evaluate
 from draftsmith.drafter.checkpoint import load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
-from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
-from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.report.card import launch_lines
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
-from draftsmith.report.table import eval_table
 from draftsmith.target.load import Target, TargetSpec, load_target
 
 console = Console()
@@ -71,53 +62,34 @@ def load_pair(
     """A target and its drafter for decoding; warns if the drafter was trained for another target."""
     drafter = load_drafter(draft, device)
     spec = TargetSpec(target_model, adapter=adapter)
+    check_fit(spec, drafter, draft)
+    target = load_target(spec, drafter.config.target_layer_ids, device)
+    warn_if_foreign(target, draft)
+    return target, drafter
+
+
+def check_fit(spec: TargetSpec, drafter: Drafter, draft: Path) -> None:
+    """A drafter is for a target of its own shape.
+
+    Raises:
+        InputError: it is for another.
+    """
     shape = spec.config()
     expected = (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size)
     found = (drafter.config.num_target_layers, drafter.config.hidden_size, drafter.config.vocab_size)
     if expected != found:
         raise InputError(
-            f"--draft {draft} is for a target of {found[0]} layers, hidden size {found[1]} and vocabulary {found[2]}; "
-            f"{target_model} has {expected[0]}, {expected[1]} and {expected[2]}"
+            f"drafter {draft} is for a target of {found[0]} layers, hidden size {found[1]} and vocabulary {found[2]}; "
+            f"{spec.model} has {expected[0]}, {expected[1]} and {expected[2]}"
         )
-    target = load_target(spec, drafter.config.target_layer_ids, device)
+
+
+def warn_if_foreign(target: Target, draft: Path) -> None:
+    """Says so if a drafter was trained for another target."""
     trained_for = read_provenance(draft).get("target_fingerprint")
     if trained_for is not None and trained_for != target.fingerprint:
-        merged = f" with adapter {adapter}" if adapter else ""
+        merged = f" with adapter {target.spec.adapter}" if target.spec.adapter else ""
         say(
-            f"warning: {draft} was trained for another target, tokenizer or chat template than {target_model}{merged}; "
-            "the output stays right, but expect a lower τ"
+            f"warning: {draft} was trained for another target, tokenizer or chat template than {target.spec.model}"
+            f"{merged}; the output stays right, but expect a lower τ"
         )
-    return target, drafter
-
-
-def evaluate_and_show(
-    target_model: str,
-    draft: Path,
-    prompt_files: Sequence[str],
-    max_new_tokens: int,
-    out: Path | None,
-    adapter: str | None = None,
-) -> None:
-    """`draftsmith eval`."""
-    machine, decide = this_machine(), Ledger()
-    kind = decide(choose_device("auto", len(machine.devices)))
-    topology: Topology = decide(choose_topology("auto", kind, len(machine.devices)))
-    threads = choose_threads(None, topology, machine.cores)  # as a training run, so that figures can be compared
-    torch.set_num_threads(decide(threads))
-    say(str(threads))
-    target, drafter = load_pair(target_model, draft, device_of(topology.target[0]), adapter)
-    renderer = Renderer(target.tokenizer)
-    prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts(prompt_files)]
-    report = evaluate_with_status(target, drafter, prompts, max_new_tokens)
-    console.print(eval_table(report))
-    if out is not None:
-        out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-
-
-def evaluate_with_status(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> EvalReport:
-    """Evaluates, showing how far it is."""
-    with console.status("decoding") as status:
-        progress: Callable[[int], None] = lambda done: status.update(f"decoding {done} / {len(prompts)}")  # noqa: E731
-        return evaluate(target, drafter, prompts, max_new_tokens, progress)

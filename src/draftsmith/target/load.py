@@ -1,7 +1,7 @@
 """The frozen language model: loaded once, asked for features by the pipeline and for logits by the decoder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,12 @@ class Target:
             for place, i in enumerate(group):
                 result[i] = hidden_DTF[place, : len(documents[i])]
         return [hidden for hidden in result if hidden is not None]
+
+    def tapped(self, taps: Sequence[int]) -> "Target":
+        """The same model with other layers tapped, for a drafter that wants those."""
+        if tuple(taps) == self.taps:
+            return self
+        return replace(self, capture=TapCapture(decoder_layers(self.model, self.config.num_hidden_layers), taps))
 
     def replica(self, device: torch.device) -> "Target":
         """The same target on a device of its own; on the same device, the same object."""
