@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from torch.nn.attention import flex_attention
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import embedded
 from draftsmith.compile import guard
@@ -26,6 +26,7 @@ from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
 from draftsmith.pipeline.prepare import choose_shape
 from draftsmith.pipeline.trainer import Run, RunResult, train
+from draftsmith.target.capture import TapCapture, decoder_layers
 from draftsmith.target.load import Target, TargetSpec, load_target
 
 
@@ -89,7 +90,7 @@ def tiny_drafter(seed: int = 0, **changes: Any) -> Drafter:
     return drafter
 
 
-def tiny_qwen3(layers: int = 5) -> Any:
+def tiny_qwen3(layers: int = 5, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=64,
@@ -101,8 +102,25 @@ def tiny_qwen3(layers: int = 5) -> Any:
         head_dim=8,
         max_position_embeddings=512,
         initializer_range=0.2,
+        **changes,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_target(stop_ids: tuple[int, ...] = (), **changes: Any) -> Target:
+    """The tiny model as a target with its first three layers tapped."""
+    model = tiny_qwen3(**changes)
+    return Target(
+        spec=TargetSpec("tiny"),
+        model=model,
+        config=model.config,
+        tokenizer=AutoTokenizer.from_pretrained(embedded.TARGET),
+        capture=TapCapture(decoder_layers(model, 5), (0, 1, 2)),
+        embedding_VH=model.get_input_embeddings().weight.detach(),
+        head_VH=model.get_output_embeddings().weight.detach(),
+        stop_ids=stop_ids,
+        fingerprint="tiny",
+    )
 
 
 def random_documents(seed: int, lengths: list[int], vocab: int = 60) -> list[Document]:

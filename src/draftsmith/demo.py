@@ -14,12 +14,14 @@ from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision
 from draftsmith.decode.evaluate import decoded_tau
+from draftsmith.decode.methods import Chain
 from draftsmith.errors import ConfigError
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.prepare import Job, prepare
 from draftsmith.pipeline.trainer import execute
 from draftsmith.report.console import console, say
-from draftsmith.report.session import evaluate_with_status, load_pair, print_launch_lines, train_and_show
+from draftsmith.report.decoding import evaluate_with_status
+from draftsmith.report.session import load_pair, print_launch_lines, train_and_show
 from draftsmith.report.table import eval_table
 
 WARMUP_STEPS, UNTIMED_STEPS = 40, 10
@@ -62,7 +64,7 @@ def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
     target, drafter = load_pair(str(folder / "target"), folder / "draft", job.target.device)
     renderer = Renderer(target.tokenizer)
     prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts([str(folder / "prompts.jsonl")])]
-    report = evaluate_with_status(target, drafter, prompts, config.eval.max_new_tokens)
+    report = evaluate_with_status(target, Chain(drafter), prompts, config.eval.max_new_tokens)
     steps_taken = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = report.to_json() | {
         "tau_before": tau_before,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from conftest import tiny_drafter
-from draftsmith.decode.speculate import DraftState
+from draftsmith.decode.states import DraftState
 from draftsmith.drafter.attention.layout import behind_context
 from draftsmith.drafter.config import FULL, SLIDING
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conftest import random_documents, row_source, tiny_drafter
-from draftsmith.decode.speculate import DraftState
+from draftsmith.decode.states import DraftState
 from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.attention import blockwise, kernels, layout
 from draftsmith.drafter.config import FULL, SLIDING

@@ -7,9 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from conftest import run_training
+from conftest import demo_shape, run_training
 from draftsmith.compile import guard
 from draftsmith.config import Config
+from draftsmith.decode.evaluate import library_generate
+from draftsmith.decode.speculate import plain_generate, speculative_generate
+from draftsmith.drafter.init import random_init
+from draftsmith.drafter.model import Drafter
 from draftsmith.target.load import Target
 
 
@@ -39,10 +43,19 @@ def test_training_beside_a_thread_that_compiles(demo_config: Callable[..., Confi
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_every_target_forward_is_inside_the_guard(demo_target: Target) -> None:
+def test_every_eager_forward_is_inside_the_guard(demo_target: Target) -> None:
     """Since torch 2.13 an eager model takes another thread's compilation for its own; features then differ silently."""
-    inside: list[list[str]] = []
-    watch = demo_target.model.register_forward_pre_hook(lambda *_: inside.append(guard.process_guard().inside()))
-    demo_target.features([torch.arange(5)])
-    watch.remove()
-    assert inside == [[threading.current_thread().name]]
+    drafter, inside = Drafter(demo_shape(demo_target)), list[list[str]]()
+    random_init(drafter, 0)
+    watch = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda *_: inside.append(guard.process_guard().inside())
+    )
+    try:
+        demo_target.features([torch.arange(5)])
+        speculative_generate(demo_target, drafter, [1, 2, 3], 8)
+        plain_generate(demo_target, [1, 2, 3], 4)
+        library_generate(demo_target, [1, 2, 3], 4)
+    finally:
+        watch.remove()
+    assert len(inside) > 100
+    assert {tuple(names) for names in inside} == {(threading.current_thread().name,)}

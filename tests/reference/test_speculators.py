@@ -14,7 +14,7 @@ from draftsmith import embedded
 from draftsmith.config import Config
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
-from draftsmith.decode.speculate import DraftState
+from draftsmith.decode.states import DraftState
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter

@@ -25,7 +25,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.pipeline.prepare import choose_taps
 from draftsmith.target.capture import TapCapture, check_taps, decoder_layers, default_taps
-from draftsmith.target.load import Target, TargetSpec, _groups_by_length, fingerprint
+from draftsmith.target.load import Target, TargetSpec, _groups_by_length, fingerprint, frozen_weights
 
 
 def llama() -> Any:
@@ -211,9 +211,9 @@ def test_rotary_kinds_that_depend_on_the_length_are_not_taken_over() -> None:
     assert taken(rope_type="default") == "default"
 
 
-def test_a_target_whose_cache_cannot_be_rolled_back_is_refused_with_the_reason() -> None:
-    from draftsmith.decode.cache import TargetCache
-
-    target = build(qwen3_5)
-    with pytest.raises(InputError, match="cannot be rolled back"):
-        TargetCache(target.model, target.config)
+def test_a_head_in_whole_numbers_is_refused() -> None:
+    """A wrapped quantised head is unpacked; bare integers are not weights that a drafter could use."""
+    target = build(llama)
+    target.model.lm_head.weight = torch.nn.Parameter(target.head_VH.to(torch.int8), requires_grad=False)
+    with pytest.raises(InputError, match=r"quantised to torch\.int8"):
+        frozen_weights(target.spec, target.model)

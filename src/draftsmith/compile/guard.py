@@ -123,6 +123,7 @@ class Guard:
         """
         self.install()
         with self.exclusive("making a compiled function"):
+            private.load_code_generator()
             return Compiled(self, function, recompile_limit, options)
 
     def install(self) -> None:

@@ -82,6 +82,11 @@ def _fx_flag() -> bool:
     return bool(_symbolic_trace._is_fx_tracing_flag)
 
 
+def load_code_generator() -> None:
+    """Imports what turns graphs into code. It takes seconds; without `torch.compile` nobody needs it."""
+    importlib.import_module("torch._inductor.compile_fx")
+
+
 def load_compiler() -> None:
     """Imports the compiler, which several threads must not do at once, and checks that this version is a known one.
 
@@ -102,7 +107,6 @@ def load_compiler() -> None:
         "torch._dynamo.exc": ("FailOnRecompileLimitHit", "BackendCompilerFailed"),
         "torch._dynamo.utils": ("counters",),
         "torch._functorch.config": ("force_non_lazy_backward_lowering",),
-        "torch._inductor.compile_fx": (),
         "torch._inductor.utils": ("clear_caches",),
         "torch._inductor.runtime.cache_dir_utils": ("default_cache_dir",),
         "torch.compiler._cache": ("CacheArtifactManager",),

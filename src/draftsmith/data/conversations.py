@@ -17,6 +17,7 @@ from draftsmith.data.forms import (
     read_tools,
 )
 from draftsmith.data.hub import find_files
+from draftsmith.data.promptsets import PROMPT_SETS, PromptSet
 from draftsmith.data.sources import Chunk, Source, json_lines, open_source, read_chunks
 from draftsmith.embedded import PROMPTS
 from draftsmith.errors import InputError
@@ -73,25 +74,30 @@ def chunk_conversations(chunk: Chunk) -> Iterator[Conversation | Reject]:
         yield conversation(source.name, line, raw, source.form, strict=source.strict)
 
 
-def read_prompts(files: Iterable[str]) -> list[Prompt]:
+def read_prompts(files: Iterable[str], limit: int | None = None) -> list[Prompt]:
     """Prompt files: `{"messages": [...]}` or `{"prompt": "..."}` per line, a reference answer in `reference`.
+
+    `demo` stands for the embedded ones, a key of `PROMPT_SETS` for a public benchmark. `limit` cuts each of them.
 
     Raises:
         InputError: a file or a line cannot be used; the line is named.
     """
     prompts = []
     for name in files:
-        path = PROMPTS if name == "demo" else Path(name)
-        found = [_prompt(f"{path}:{line}", raw) for line, raw in json_lines(path, "prompts")]
+        known = PROMPT_SETS.get(name)
+        path = PROMPTS if name == "demo" else known.path(name) if known else Path(name)
+        found = [_prompt(f"{path}:{line}", raw, known) for line, raw in json_lines(path, "prompts")]
         if not found:
             raise InputError(f"prompts: {path} holds no prompt; leave it out or fill it")
-        prompts += found
+        prompts += found[:limit]
     return prompts
 
 
-def _prompt(source: str, raw: bytes) -> Prompt:
+def _prompt(source: str, raw: bytes, known: PromptSet | None) -> Prompt:
     try:
         data = parsed(raw)
+        if known is not None:
+            data = _line_of(known, data)
         if not isinstance(data, dict) or ("messages" in data) == ("prompt" in data):
             raise Malformed('give either "messages" or "prompt"')
         reference = data.get("reference")
@@ -107,6 +113,15 @@ def _prompt(source: str, raw: bytes) -> Prompt:
         return Prompt(messages, None, reference, source, read_tools(data.get("tools")))
     except Malformed as error:
         raise InputError(f"{source}: {error}") from None
+
+
+def _line_of(known: PromptSet, data: Any) -> Any:
+    try:
+        return known.line(data)
+    except (KeyError, TypeError, IndexError) as error:
+        raise Malformed(
+            f"not what {known.package} is known to hold ({error!r}); install another version of it"
+        ) from None
 
 
 def hold_out(chats: Sequence[tuple[str, bool]], share: float, most: int) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""Draft a block, verify it in one target forward, keep what the target would have written itself (greedy).
+"""Draft, verify all drafts in one target forward, keep what the target would have written itself.
 
-Round: the anchor is the last token whose feature is not known yet; the drafter fills the block after it; the target
-reads the block once; the longest matching prefix is kept, plus the target's own next token, which is the next anchor.
+Round: the anchor is the last token whose feature is not known yet; drafts follow it; the target reads anchor and drafts
+once; the accepted drafts are kept, plus the target's own next token, which is the next anchor.
 """
 
 import time
@@ -9,164 +9,135 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from draftsmith.decode.cache import DraftCache, TargetCache
-from draftsmith.drafter.attention.layout import behind_context
-from draftsmith.drafter.model import Drafter, RotaryTable
-from draftsmith.target.capture import concatenated
+from draftsmith.decode.clock import NO_TIME, RoundClock, Shares
+from draftsmith.decode.methods import Chain, Method
+from draftsmith.decode.sampling import GREEDY, Dice, Sampling
+from draftsmith.decode.states import TargetState
+from draftsmith.decode.verify import verify
+from draftsmith.drafter.model import Drafter
 from draftsmith.target.load import Target
+
+# Called with a round's tokens, all but the last of which were drafted (all of them, if the round was cut short).
+OnRound = Callable[[list[int], int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What one prompt gave. `rounds` holds the tokens each round produced; the first token belongs to the prefill.
 
-    `decode_s` is the time after the first token was known.
+    `decode_s` is the time after the first token was known, `shares` where the rounds spent it. Plain decoding has no
+    rounds.
     """
 
     tokens: tuple[int, ...]
-    rounds: tuple[int, ...]
-    accepted: tuple[int, ...]  # drafted tokens kept in each round
     decode_s: float
+    rounds: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()  # drafted tokens kept in each round
+    verified: tuple[int, ...] = ()  # rows that the target read in each round
+    shares: Shares = NO_TIME
 
 
-class DraftState:
-    """A drafter at work on one sequence: its context cache and buffers."""
-
-    def __init__(self, drafter: Drafter, embedding_VH: Tensor, head_VH: Tensor, length: int) -> None:
-        config = drafter.config
-        self.drafter, self.embedding_VH, self.head_VH = drafter, embedding_VH, head_VH
-        self.rotary = RotaryTable(config, length + config.block_size, embedding_VH.device)
-        self.cache = DraftCache(config, length, drafter.fc.weight)
-        self.block_B = torch.full((config.block_size,), config.mask_token_id, device=embedding_VH.device)
-        self._masks: dict[tuple[int, int, bool], Tensor] = {}
-
-    def extend(self, features_TF: Tensor) -> None:
-        """Takes the features of the next accepted tokens into the context."""
-        count = features_TF.shape[0]
-        context_TH = self.drafter.context(features_TF.to(self.drafter.fc.weight.dtype))
-        rotation = self.rotary.at(slice(self.cache.length, self.cache.length + count))
-        for layer in self.drafter.stack:
-            self.cache.append(layer.index, *layer.context(context_TH, rotation))
-        self.cache.length += count
-
-    def logits(self, anchor_token: int | Tensor, size: int) -> Tensor:
-        """Logits [size - 1, V] of the slots after the anchor, which stands right behind the context."""
-        self.block_B[0] = anchor_token
-        hidden_BH = self.drafter.embed(self.block_B[:size], self.embedding_VH)
-        rotation = self.rotary.at(slice(self.cache.length, self.cache.length + size))
-        hidden_BH = self.drafter.run_layers(hidden_BH.to(self.drafter.fc.weight.dtype), rotation, self._attend)
-        return self.drafter.config.head_scaling.logits(hidden_BH[1:].to(self.head_VH.dtype) @ self.head_VH.T)
-
-    def _attend(self, layer: int, q_ABD: Tensor, keys_GBD: Tensor, values_GBD: Tensor) -> Tensor:
-        """The interval of `attention.layout`, for the one block behind the cached context."""
-        config, size = self.drafter.config, q_ABD.shape[1]
-        window, causal = config.window(layer), config.causal(layer)
-        first = 0 if window is None else max(0, self.cache.length - window + 1)
-        keys, values = self.cache.read(layer, first)
-        keys = torch.cat((keys, keys_GBD), 1)[None]
-        values = torch.cat((values, values_GBD), 1)[None]
-        mask = None
-        if window is not None or causal:
-            mask = self._mask(size, self.cache.length - first, window, causal)
-        return F.scaled_dot_product_attention(q_ABD[None], keys, values, attn_mask=mask, enable_gqa=True)[0]
-
-    def _mask(self, size: int, context: int, window: int | None, causal: bool) -> Tensor:
-        """With a window made once per shape: only the first rounds differ from each other."""
-        key, device = (size, context, causal), self.block_B.device
-        if window is None:
-            return behind_context(size, context, window, causal, device)
-        if key not in self._masks:
-            self._masks[key] = behind_context(size, context, window, causal, device)
-        return self._masks[key]
-
-
-class TargetState:
-    """The target at work on one sequence."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.cache = TargetCache(target.model, target.config)
-
-    def forward(self, ids_T: Tensor, *, features: bool, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Reads tokens behind the cache. Logits [T or 1, V]; features [T, F] on request."""
-        arguments = {"input_ids": ids_T[None], "logits_to_keep": 1 if last_only else 0, **self.cache.arguments}
-        if not features:
-            return self.target.model(**arguments).logits[0], None
-        with self.target.capture.collect(stop_after_last=False) as states:
-            logits_TV = self.target.model(**arguments).logits[0]
-        return logits_TV, concatenated(states)[0]
+def speculative_generate(
+    target: Target, drafter: Drafter, prompt_ids: Sequence[int], max_new_tokens: int
+) -> Generation:
+    """Greedy decoding with a drafter's chains; the tokens are those of `plain_generate`."""
+    return decode(target, Chain(drafter), prompt_ids, max_new_tokens)
 
 
 @torch.inference_mode()
-def speculative_generate(
+def decode(
     target: Target,
-    drafter: Drafter,
+    method: Method,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    on_tokens: Callable[[list[int]], None] | None = None,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    on_round: OnRound | None = None,
 ) -> Generation:
-    """Greedy decoding with a drafter; the tokens are those of `plain_generate`.
+    """Speculative decoding: greedy, the tokens of `plain_generate`; else tokens distributed as those are.
 
     Args:
         target: the model that decides.
-        drafter: the model that guesses, on the same device.
+        method: what drafts, on the same device.
         prompt_ids: at least one token.
         max_new_tokens: counts the first token; at least 1.
-        on_tokens: called with every round's tokens as they are accepted.
+        sampling: the distribution to draw from.
+        seed: of the draws.
+        on_round: called with the first token and 0, then with every round's tokens and how many of them were drafted.
+
+    Raises:
+        InputError: the target cannot take rejected tokens back, or cannot read what the method drafts.
     """
     length = len(prompt_ids) + max_new_tokens
-    reader = TargetState(target)
-    writer = DraftState(drafter, target.embedding_VH, target.head_VH, length)
-    logits_1V, features_TF = reader.forward(
-        torch.tensor(prompt_ids, device=target.device), features=True, last_only=True
-    )
-    tokens = [int(logits_1V[-1].argmax())]
-    began = time.perf_counter()
+    reader = TargetState(target, length + method.rows)
+    dice = Dice(sampling, seed, target.device)
+    proposer = method.start(target, length, dice)
+    prompt_T = torch.tensor(prompt_ids, device=target.device)
+    logits_RV, features_TF = reader.forward(prompt_T, features=method.needs_features, last_only=True)
+    reader.cache.forget(0)
+    text = [*prompt_ids, int(dice.choose(logits_RV)[0])]
+    clock, began = RoundClock(target.device), time.perf_counter()
     rounds: list[int] = []
-    accepted_counts: list[int] = []
-    while len(tokens) < max_new_tokens and tokens[-1] not in target.stop_ids:
-        size = min(drafter.config.block_size, max_new_tokens - len(tokens) + 1)
-        assert features_TF is not None
-        writer.extend(features_TF)
-        ids_B = torch.empty(size, dtype=torch.long, device=target.device)
-        ids_B[0] = tokens[-1]
-        if size > 1:
-            torch.argmax(writer.logits(tokens[-1], size), -1, out=ids_B[1:])
-        logits_BV, features_TF = reader.forward(ids_B, features=True)
-        drafts, answers = torch.stack((ids_B, logits_BV.argmax(-1))).tolist()  # the round's one wait for the device
-        accepted = _agreement(drafts[1:], answers)
-        produced = answers[: accepted + 1][: max_new_tokens - len(tokens)]
-        stop = next((i for i, token in enumerate(produced) if token in target.stop_ids), None)
-        produced = produced if stop is None else produced[: stop + 1]
-        reader.cache.forget(size - len(produced))
-        features_TF = features_TF[: len(produced)] if features_TF is not None else None
-        tokens += produced
+    accepted: list[int] = []
+    verified: list[int] = []
+    if on_round is not None:
+        on_round(text[-1:], 0)
+    while len(text) < length and text[-1] not in target.stop_ids:
+        clock.start()
+        proposal = proposer.propose(text, features_TF, min(method.block_size, length - len(text) + 1))
+        clock.drafted()
+        logits_RV, features_TF = reader.forward(proposal.ids_R, features=method.needs_features, tree=proposal.shape)
+        clock.verified()
+        verdict = verify(proposal, logits_RV, dice)  # the round's one wait for the device
+        produced = _cut(verdict.tokens[: length - len(text)], target.stop_ids)
+        rows = verdict.rows[: len(produced)]
+        reader.cache.keep(rows, len(logits_RV))
+        features_TF = _rows_of(features_TF, rows)
+        text += produced
         rounds.append(len(produced))
-        accepted_counts.append(min(accepted, len(produced)))
-        if on_tokens is not None:
-            on_tokens(produced)
-    return Generation(tuple(tokens), tuple(rounds), tuple(accepted_counts), time.perf_counter() - began)
+        accepted.append(min(len(verdict.rows) - 1, len(produced)))
+        verified.append(len(logits_RV))
+        clock.stop()
+        if on_round is not None:
+            on_round(produced, accepted[-1])
+    return Generation(
+        tokens=tuple(text[len(prompt_ids) :]),
+        decode_s=time.perf_counter() - began,
+        rounds=tuple(rounds),
+        accepted=tuple(accepted),
+        verified=tuple(verified),
+        shares=clock.shares(),
+    )
 
 
-def _agreement(drafts: Sequence[int], answers: Sequence[int]) -> int:
-    """Length of the longest prefix on which the drafts are what the target answers."""
-    for count, (draft, answer) in enumerate(zip(drafts, answers, strict=False)):
-        if draft != answer:
-            return count
-    return len(drafts)
+def _cut(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
+    """Up to the first stop token, that included."""
+    stop = next((place for place, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: stop + 1]
+
+
+def _rows_of(features_RF: torch.Tensor | None, rows: list[int]) -> torch.Tensor | None:
+    """Features of the rows that stay; a chain's are a slice."""
+    if features_RF is None or rows[-1] == len(rows) - 1:
+        return features_RF if features_RF is None else features_RF[: len(rows)]
+    return features_RF[torch.tensor(rows, device=features_RF.device)]
 
 
 @torch.inference_mode()
-def plain_generate(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> Generation:
-    """Greedy decoding one token per forward: what speculative decoding is compared with."""
-    reader = TargetState(target)
+def plain_generate(
+    target: Target, prompt_ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0
+) -> Generation:
+    """Decoding one token per forward: what speculative decoding is compared with."""
+    reader = TargetState(target, len(prompt_ids) + max_new_tokens)
+    dice = Dice(sampling, seed, target.device)
     logits_1V, _ = reader.forward(torch.tensor(prompt_ids, device=target.device), features=False, last_only=True)
-    tokens = [int(logits_1V[-1].argmax())]
+    token_1 = dice.choose(logits_1V)
+    tokens = token_1.tolist()
     began = time.perf_counter()
     while len(tokens) < max_new_tokens and tokens[-1] not in target.stop_ids:
-        logits_1V, _ = reader.forward(torch.tensor(tokens[-1:], device=target.device), features=False)
-        tokens.append(int(logits_1V[-1].argmax()))
-    return Generation(tuple(tokens), (), (), time.perf_counter() - began)
+        reader.cache.forget(0)
+        logits_1V, _ = reader.forward(token_1, features=False)
+        token_1 = dice.choose(logits_1V)
+        tokens += token_1.tolist()
+    return Generation(tuple(tokens), time.perf_counter() - began)

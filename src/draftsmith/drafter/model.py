@@ -220,9 +220,12 @@ def _recomputed(layer: DraftLayer, hidden_QH: Tensor, rotation: Rotation, attend
 
 
 class RotaryTable:
-    """Cosines and sines of positions 0 .. length - 1, computed once, as transformers computes them for Qwen3."""
+    """Cosines and sines of positions 0 .. length - 1, computed once, as transformers computes them for Qwen3: in fp32,
+    then rounded to the dtype of the queries and keys they rotate."""
 
-    def __init__(self, config: DrafterConfig, length: int, device: torch.device) -> None:
+    def __init__(
+        self, config: DrafterConfig, length: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         qwen3 = Qwen3Config(
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
@@ -230,9 +233,10 @@ class RotaryTable:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=dict(config.rope_parameters),
         )
-        cos, sin = Qwen3RotaryEmbedding(qwen3)(torch.zeros(1), torch.arange(length)[None])
-        self.cos_LD: Tensor = cos[0].to(device)
-        self.sin_LD: Tensor = sin[0].to(device)
+        with guard.shared():
+            cos, sin = Qwen3RotaryEmbedding(qwen3)(torch.zeros(1), torch.arange(length)[None])
+        self.cos_LD: Tensor = cos[0].to(device, dtype)
+        self.sin_LD: Tensor = sin[0].to(device, dtype)
 
     def at(self, positions: Tensor | slice) -> Rotation:
         """Rows of the table, by index or by range."""

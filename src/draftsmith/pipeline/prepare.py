@@ -16,7 +16,7 @@ from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.special_tokens import choose_mask_token
 from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision, Ledger
-from draftsmith.decode.cache import TargetCache
+from draftsmith.decode.probe import probe_target
 from draftsmith.drafter.anchors import anchor_count
 from draftsmith.drafter.attention import BLOCKWISE, Backend
 from draftsmith.drafter.attention.flex import MIN_HEAD_DIM, flex_backend
@@ -79,7 +79,7 @@ def prepare(config: Config, resolved: "Resolved | None" = None) -> Job:
     known = outline(config, this_machine(), decide, resolved)
     torch.set_num_threads(known.threads)
     target = load_target(known.spec, known.taps, device_of(known.topology.target[0]))
-    TargetCache(target.model, target.config)  # refuses a target that no drafter could serve, before any training
+    probe_target(target)  # refuses a target that no drafter could serve, before any training
     if known.spec.adapter:
         decide(Decision("adapter", known.spec.adapter, "set in the config; merged into the target"))
     renderer = make_renderer(config, target.tokenizer)

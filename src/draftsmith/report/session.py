@@ -1,31 +1,24 @@
 """Commands as a person meets them: the library's functions with a console around them."""
 
-import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from draftsmith.compile.warmup import warm_up
 from draftsmith.config import Config
-from draftsmith.data.conversations import read_prompts
-from draftsmith.data.template import Renderer
 from draftsmith.decisions import Ledger
-from draftsmith.decode.evaluate import EvalReport, evaluate
 from draftsmith.drafter.checkpoint import check_target, load_drafter, read_provenance
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.prepare import Job
-from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.pipeline.warmup import NOTHING, planned_signatures
 from draftsmith.report.card import launch_lines
 from draftsmith.report.console import console, say
 from draftsmith.report.progress import Display, Displays, LiveDisplay, PlainDisplay, TensorBoard
-from draftsmith.report.table import eval_table, warmup_table
+from draftsmith.report.table import warmup_table
 from draftsmith.target.load import Target, TargetSpec, load_target
 
 
@@ -86,44 +79,16 @@ def load_pair(
     spec = TargetSpec(target_model, adapter=adapter)
     check_target(drafter.config, spec.config(), f"--draft {draft}", target_model)
     target = load_target(spec, drafter.config.target_layer_ids, device)
-    trained_for = read_provenance(draft).get("target_fingerprint")
-    if trained_for is not None and trained_for != target.fingerprint:
-        merged = f" with adapter {adapter}" if adapter else ""
-        say(
-            f"warning: {draft} was trained for another target, tokenizer or chat template than {target_model}{merged}; "
-            "the output stays right, but expect a lower τ"
-        )
+    warn_if_foreign(target, draft)
     return target, drafter
 
 
-def evaluate_and_show(
-    target_model: str,
-    draft: Path,
-    prompt_files: Sequence[str],
-    max_new_tokens: int,
-    out: Path | None,
-    adapter: str | None = None,
-) -> None:
-    """`draftsmith eval`."""
-    machine, decide = this_machine(), Ledger()
-    kind = decide(choose_device("auto", len(machine.devices)))
-    topology: Topology = decide(choose_topology("auto", kind, len(machine.devices)))
-    threads = choose_threads(None, topology, machine.cores)  # as a training run, so that figures can be compared
-    torch.set_num_threads(decide(threads))
-    say(str(threads))
-    target, drafter = load_pair(target_model, draft, device_of(topology.target[0]), adapter)
-    renderer = Renderer(target.tokenizer)
-    prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts(prompt_files)]
-    report = evaluate_with_status(target, drafter, prompts, max_new_tokens)
-    console.print(eval_table(report))
-    if out is not None:
-        out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-
-
-def evaluate_with_status(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> EvalReport:
-    """Evaluates, showing how far it is."""
-    with console.status("decoding") as status:
-        progress: Callable[[int], None] = lambda done: status.update(f"decoding {done} / {len(prompts)}")  # noqa: E731
-        return evaluate(target, drafter, prompts, max_new_tokens, progress)
+def warn_if_foreign(target: Target, draft: Path) -> None:
+    """Says so if a drafter was trained for another target."""
+    trained_for = read_provenance(draft).get("target_fingerprint")
+    if trained_for is not None and trained_for != target.fingerprint:
+        merged = f" with adapter {target.spec.adapter}" if target.spec.adapter else ""
+        say(
+            f"warning: {draft} was trained for another target, tokenizer or chat template than {target.spec.model}"
+            f"{merged}; the output stays right, but expect a lower τ"
+        )

@@ -1,33 +1,43 @@
 """The tables that `eval`, `demo` and `warmup` end with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from draftsmith.compile.warmup import Warmed
 from draftsmith.decode.evaluate import EvalReport
+from draftsmith.decode.figures import Figures
+
+ROWS: dict[str, Callable[[Figures], str]] = {
+    "τ, tokens per target forward": lambda f: f"{f.tau:.2f}",
+    "  95 % over prompts": lambda f: f"{f.tau_interval[0]:.2f} to {f.tau_interval[1]:.2f}",
+    "  mean of prompts": lambda f: f"{f.tau_macro:.2f}",
+    "tokens/s": lambda f: f"{f.tokens_per_second:.0f}",
+    "speed-up": lambda f: f"{f.speedup:.2f}x",
+    "identical to plain decoding": lambda f: _same(f),
+    "accepted, slots 1, 2, ...": lambda f: " ".join(f"{share:.0%}" for share in f.accept_per_position),
+    "repeated 4-grams": lambda f: f"{f.repetition_share:.0%}",
+    "time: draft, verify, rest": lambda f: f"{f.draft_share:.0%} {f.verify_share:.0%} {f.bookkeeping_share:.0%}",
+    "new tokens": lambda f: str(f.new_tokens),
+}
 
 
-def eval_table(report: EvalReport, tau_before: float | None = None) -> Table:
-    """Figures of an evaluation, with the untrained drafter's τ beside it if known."""
-    table = Table(title="Greedy decoding with the drafter against plain decoding")
-    table.add_column("measure")
+def eval_table(report: EvalReport, tau_before: float | None = None, name: str = "drafter") -> Table:
+    """Figures of an evaluation, with the untrained drafter's τ beside them if known."""
+    table = Table(
+        title=f"Decoding {report.prompts} prompts; plain decoding: {report.baseline_tokens_per_second:.0f} tokens/s"
+    )
+    table.add_column("measure", no_wrap=True)
     if tau_before is not None:
         table.add_column("untrained", justify="right")
-    table.add_column("drafter", justify="right")
-
-    def row(name: str, value: str, before: str = "") -> None:
-        table.add_row(name, *([before] if tau_before is not None else []), value)
-
-    row("τ, tokens per target forward", f"{report.tau:.2f}", f"{tau_before:.2f}" if tau_before is not None else "")
-    row("tokens/s", f"{report.tokens_per_second:.0f}")
-    row("tokens/s, plain decoding", f"{report.baseline_tokens_per_second:.0f}")
-    row("speed-up", f"{report.speedup:.2f}x")
-    same = "every token" if report.lossless and not report.ties else f"yes, {len(report.ties)} ties"
-    row("identical to plain decoding", same if report.lossless else "NO")
-    row("accepted, slots 1, 2, ...", " ".join(f"{share:.0%}" for share in report.accept_per_position))
-    row("prompts / new tokens", f"{report.prompts} / {report.new_tokens}")
+    columns = {name: report.main, **report.others}
+    for column in columns:
+        table.add_column("/".join(Path(column).parts[-2:]), justify="right", overflow="fold")
+    for number, (measure, shown) in enumerate(ROWS.items()):
+        untrained = [] if tau_before is None else [f"{tau_before:.2f}" if number == 0 else ""]
+        table.add_row(measure, *untrained, *(shown(figures) for figures in columns.values()))
     return table
 
 
@@ -42,3 +52,11 @@ def warmup_table(results: Sequence[Warmed]) -> Table:
     table.add_section()
     table.add_row("all", f"{sum(result.seconds for result in results):.1f}", "")
     return table
+
+
+def _same(figures: Figures) -> str:
+    if figures.lossless is None:
+        return "sampled"
+    if not figures.lossless:
+        return "NO"
+    return f"yes, {len(figures.ties)} ties" if figures.ties else "every token"

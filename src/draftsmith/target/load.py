@@ -1,7 +1,7 @@
 """The frozen language model: loaded once, asked for features by the pipeline and for logits by the decoder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,12 @@ class Target:
                 result[i] = hidden_DTF[place, : len(documents[i])]
         return [hidden for hidden in result if hidden is not None]
 
+    def tapped(self, taps: Sequence[int]) -> "Target":
+        """The same model with other layers tapped, for a drafter that wants those."""
+        if tuple(taps) == self.taps:
+            return self
+        return replace(self, capture=TapCapture(decoder_layers(self.model, self.config.num_hidden_layers), taps))
+
     def replica(self, device: torch.device) -> "Target":
         """The same target on a device of its own; on the same device, the same object."""
         if device == self.device:
@@ -188,12 +194,25 @@ def frozen_weights(spec: TargetSpec, model: Any) -> tuple[Tensor, Tensor]:
     """The embedding and the head, as loaders give them to the drafter.
 
     Raises:
-        InputError: the head has a bias.
+        InputError: the head has a bias, or one of them is stored in whole numbers.
     """
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise InputError(f"target.model {spec.model!r}: its output head has a bias, which no DFlash loader reads")
-    return model.get_input_embeddings().weight.detach(), head.weight.detach()
+    weights = dense(model.get_input_embeddings().weight), dense(head.weight)
+    odd = next((w.dtype for w in weights if not w.is_floating_point()), None)
+    if odd is not None:
+        raise InputError(
+            f"target.model {spec.model!r}: its embedding or output head is quantised to {odd}, which a drafter cannot "
+            "use; quantise the model without them"
+        )
+    return weights
+
+
+def dense(weight: Tensor) -> Tensor:
+    """A weight as an ordinary tensor: what a quantisation library wrapped is unpacked, a copy then."""
+    plain = weight.detach()
+    return plain if type(plain) is Tensor else plain.dequantize()
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:
@@ -235,7 +254,7 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
     """
     digest = sha256()
     for name, weight in model.named_parameters():
-        sample = weight.detach().flatten()[:256].to(torch.bfloat16).float().cpu()
+        sample = dense(weight).flatten()[:256].to(torch.bfloat16).float().cpu()
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     for token, index in sorted(tokenizer.get_vocab().items()):
