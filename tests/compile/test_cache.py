@@ -17,9 +17,18 @@ import torch
 
 from draftsmith import cli
 from draftsmith.compile import cache, carry, private
-from draftsmith.compile.cache import JOURNAL, UNKNOWN, CacheError, Stamp, append_stamps, read_stamps, survey
+from draftsmith.compile.cache import (
+    JOURNAL,
+    UNKNOWN,
+    CacheError,
+    CompilerCache,
+    Stamp,
+    append_stamps,
+    read_stamps,
+    survey,
+)
 from draftsmith.compile.damage import content_name, find_damage, find_unreadable, named_by
-from draftsmith.compile.guard import Compiled, Guard
+from draftsmith.compile.guard import Compiled, Guard, process_guard
 
 # 1,000 bytes, the last 64 of them the table of one section
 LIBRARY = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 936).ljust(18, b"\0") + struct.pack("<2H", 64, 1)
@@ -47,13 +56,16 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     yield private.cache_directory()
     private.forget_loaded()
+    process_guard().cache = CompilerCache()
 
 
 def start(function: Callable[..., Any], **options: Any) -> tuple[Guard, Compiled]:
-    """What a new process would have: a guard that has seen nothing, and nothing of the directory loaded."""
-    private.load_compiler()
+    """What a new process would have: the guard has seen nothing of the directory, and nothing of it is loaded."""
+    guard = process_guard()
+    guard.install()
     private.forget_loaded()
-    guard = Guard()
+    guard.cache = CompilerCache()
+    guard.compilations.clear()
     return guard, guard.compile(function, **options)
 
 
@@ -434,11 +446,11 @@ def test_a_compilation_goes_on_without_the_lock(
 ) -> None:
     monkeypatch.setattr(cache, "LOCK_WAIT_S", 0.1)
     with cache.held(directory, alone=True):
-        assert Guard().cache.run(lambda: 7) == 7
+        assert CompilerCache().run(lambda: 7) == 7
     assert "compiling without the lock" in caplog.text
     caplog.clear()
     with cache.held(directory), cache.held(directory):  # two that compile do not meet
-        assert Guard().cache.run(lambda: 8) == 8
+        assert CompilerCache().run(lambda: 8) == 8
     assert caplog.text == ""
 
 
