@@ -1,6 +1,7 @@
 """Prepared folders: the same bytes however they came about, the same rows as the files they were made from."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,10 +19,11 @@ from chats import CHATML, LLAMA3, THINKING, chat, tokenizer
 from draftsmith.data import sources
 from draftsmith.data.conversations import find_sources
 from draftsmith.data.corpus import Corpus, build_corpus
-from draftsmith.data.crew import Work, processes_for
+from draftsmith.data.crew import Crew, Work, processes_for
 from draftsmith.data.prepare import Prepared, Preparer, Progress, count_duplicates
 from draftsmith.data.settings import TemplateSettings
 from draftsmith.data.shards import Shard
+from draftsmith.data.sources import read_chunks
 from draftsmith.data.template import Renderer
 from draftsmith.errors import ConfigError, InputError
 
@@ -117,7 +119,7 @@ def test_what_changed_in_a_file_is_made_again_and_nothing_else(tmp_path: Path, r
     made = lines(140)
     path = write(tmp_path / "a.jsonl", made)
     prepare([path], tmp_path / "out", renderer)
-    made[45] = json.dumps({"messages": chat("u:new", "a:newer")})
+    made[45] = made[45].replace("question", "quantity")  # as long as before
     write(tmp_path / "a.jsonl", [*made, *lines(5, 900)])
     changed = prepare([path], tmp_path / "out", renderer)
     fresh = prepare([path], tmp_path / "fresh", renderer)
@@ -217,9 +219,40 @@ def test_duplicates_are_counted_in_passes_as_in_one(tmp_path: Path, renderer: Re
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_reported_and_what_is_done_is_kept(tmp_path: Path, renderer: Renderer) -> None:
-    import multiprocessing
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_to_the_group_leaves_workers_alone(number: int, tmp_path: Path, renderer: Renderer) -> None:
+    """Also while they start: then a parent that waits for a dead child would wait for ever."""
+    path = write(tmp_path / "a.jsonl", lines(200))
+    crew = Crew(Work(renderer), 2)
+    try:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, number)
+        for place, chunk in enumerate(read_chunks(find_sources([path])[0])):
+            list(crew.make(place, chunk, tmp_path / f"{place}.arrow"))
+        list(crew.finish())
+    finally:
+        crew.close()
+    assert len(list(tmp_path.glob("*.arrow"))) == 10
 
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_it_starts_blocks_nobody(tmp_path: Path, renderer: Renderer) -> None:
+    def kill_first() -> None:
+        while not multiprocessing.active_children():
+            time.sleep(0.001)
+        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_first)
+    killer.start()
+    path = write(tmp_path / "a.jsonl", lines(200))
+    with pytest.raises(InputError, match="a worker process died"):
+        prepare([path], tmp_path / "out", renderer, 2)
+    killer.join()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_reported_and_what_is_done_is_kept(tmp_path: Path, renderer: Renderer) -> None:
     path = write(tmp_path / "a.jsonl", lines(200))
 
     def kill(progress: Progress) -> None:

@@ -2,8 +2,9 @@
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from draftsmith.data.template import Renderer
 from draftsmith.errors import InputError
 
 WORTH_OTHERS_BYTES = 8 * 2**20
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+DIED = (
+    "a worker process died (killed, or out of memory); the same command goes on from here, with fewer --processes if "
+    "memory is short"
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,16 +86,24 @@ class Crew:
 
     def __init__(self, work: Work, processes: int) -> None:
         context = get_context("spawn")
+        resource_tracker.ensure_running()  # started by the first worker, it would unblock what `_deaf` blocks
         self._idle: list[Any] = []
         self._busy: dict[Any, int] = {}  # pipe -> number of its chunk
         self._workers: list[Any] = []
         for number in range(processes):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_run, args=(theirs, work), name=f"prepare {number}", daemon=True)
-            worker.start()
+            worker = context.Process(target=_run, args=(theirs,), name=f"prepare {number}", daemon=True)
+            with _deaf():
+                worker.start()
             theirs.close()
             self._idle.append(ours)
             self._workers.append(worker)
+        try:
+            for pipe in self._idle:  # not as an argument: a worker that dies while it starts would block its parent
+                _send(pipe, work)
+        except InputError:
+            self.close()
+            raise
 
     def make(self, number: int, chunk: Chunk, path: Path) -> Iterator[tuple[int, ShardCounts]]:
         """Gives a chunk to an idle worker; waits for one if need be, and yields what has been finished.
@@ -101,7 +115,7 @@ class Crew:
             yield from self._collect()
         pipe = self._idle.pop()
         self._busy[pipe] = number
-        pipe.send((chunk, path))
+        _send(pipe, (chunk, path))
 
     def finish(self) -> Iterator[tuple[int, ShardCounts]]:
         """Waits for all chunks that are under way."""
@@ -113,7 +127,7 @@ class Crew:
         for pipe in [*self._idle, *self._busy]:
             pipe.close()
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
             worker.join()
 
     def _collect(self) -> Iterator[tuple[int, ShardCounts]]:
@@ -122,18 +136,38 @@ class Crew:
             try:
                 result = pipe.recv()
             except (EOFError, OSError):
-                raise InputError(
-                    "a worker process died (killed, or out of memory); the same command goes on from here, with fewer "
-                    "--processes if memory is short"
-                ) from None
+                raise InputError(DIED) from None
             if isinstance(result, Exception):
                 raise result
             self._idle.append(pipe)
             yield self._busy.pop(pipe), result
 
 
-def _run(pipe: Any, work: Work) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+def _send(pipe: Any, value: Any) -> None:
+    try:
+        pipe.send(value)
+    except OSError:
+        raise InputError(DIED) from None
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """A process started here is born with stop signals blocked; those of its parent come after."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(pipe: Any) -> None:
+    """A worker's life. Ctrl-C and SIGTERM may reach the whole group; the parent decides when the work ends."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        work: Work = pipe.recv()
+    except (EOFError, OSError):
+        return
     while True:
         try:
             chunk, path = pipe.recv()
