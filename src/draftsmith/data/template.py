@@ -130,7 +130,7 @@ class Renderer:
     @property
     def hint(self) -> str:
         """What may help where answers do not continue the prompt."""
-        return "; or set data.thinking to how the answers were made" if self._switch else ""
+        return "; data.thinking, set as the answers were made, may help" if self._switch else ""
 
     def documents(self, conversation: Conversation) -> tuple[Document, ...]:
         """Tokens and loss masks: one document, or several where the template rewrites earlier answers.

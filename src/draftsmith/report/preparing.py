@@ -63,10 +63,11 @@ def prepare_and_show(options: PrepareOptions, stop: threading.Event) -> None:
         say(line)
     if options.prompts:
         say(contamination_line(prepared, options))
-    speed = (
-        f"{(prepared.kept + prepared.rejected) / seconds:,.0f} conversations/s, {total_bytes / seconds / 1e6:.1f} MB/s"
-    )
-    say(f"{seconds:.1f} s, {speed}; {prepared.reused} of {prepared.shards} shards were there already")
+    if prepared.reused:
+        say(f"{seconds:.1f} s; {prepared.reused} of {prepared.shards} shards were there already")
+    else:
+        records = prepared.kept + prepared.rejected
+        say(f"{seconds:.1f} s, {records / seconds:,.0f} conversations/s, {total_bytes / seconds / 1e6:.1f} MB/s")
     if prepared.rejected:
         say(f"why conversations were rejected: {options.out}/rejects.jsonl")
     say(f"{prepared.kept} conversations kept, {prepared.rejected} rejected")
