@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention
 from conftest import tiny_qwen3
 from draftsmith import doctor
 from draftsmith.cli import main
-from draftsmith.compile import hunt, private
+from draftsmith.compile import guard, hunt, private
 from draftsmith.config import Config
 from draftsmith.doctor import pytorch, report
 from draftsmith.doctor.check import Check, Subject
@@ -209,7 +209,7 @@ def test_a_target_that_calls_flex_attention_itself(
     assert others == set()
 
 
-def test_signatures_beyond_the_limits(demo_config: MakeConfig) -> None:
+def test_signatures_beyond_the_limits(demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned for a machine that is not here."""
     from draftsmith.doctor.run import recompile_limit
     from draftsmith.pipeline.machine import Device, Machine
@@ -219,8 +219,10 @@ def test_signatures_beyond_the_limits(demo_config: MakeConfig) -> None:
         subject.machine = Machine(64, 2**40, (Device("GPU", 2**36),) * devices)
         return recompile_limit(subject)
 
-    assert [on(n).verdict for n in (3, 9, 200)] == ["ok", "warn", "fail"]
-    assert "8 CUDA devices" in on(9).evidence
+    assert [on(n).verdict for n in (3, 10)] == ["ok", "warn"]
+    assert "9 signatures" in on(10).evidence
+    monkeypatch.setattr(guard, "RECOMPILE_LIMIT", 8)
+    assert on(10).verdict == "fail"
 
 
 def test_memory_of_a_dense_fallback(demo_config: MakeConfig) -> None:

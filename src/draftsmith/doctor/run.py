@@ -8,13 +8,15 @@ from typing import Any
 import draftsmith.drafter
 from draftsmith.compile import guard, hunt, private
 from draftsmith.config import Config
+from draftsmith.decisions import Ledger
 from draftsmith.doctor.check import NEEDS_CONFIG, Check, Subject
 from draftsmith.doctor.code import compiling_calls, reentrant_calls, sources
 from draftsmith.errors import InputError
 from draftsmith.pipeline.machine import GIB
 from draftsmith.pipeline.memory import place_of
-from draftsmith.pipeline.prepare import packing_settings
+from draftsmith.pipeline.prepare import choose_attention, make_backend, packing_settings
 from draftsmith.pipeline.trainer import train
+from draftsmith.pipeline.warmup import run_signatures
 
 HUNT_STEPS = 6
 SCORE_COPIES = 3  # dense flex attention holds scores, weights and a temporary in fp32: 1,684 MiB measured for 512
@@ -65,19 +67,19 @@ def recompile_limit(subject: Subject) -> Check:
     name = "recompile limit"
     if subject.config is None:
         return Check(name, "skipped", NEEDS_CONFIG)
-    devices = sorted({device for device in subject.outline.topology.drafter if device.startswith("cuda")})
-    windows = len(set(subject.shape.layer_types))
-    signatures = len(devices) * windows * 2
+    topology = subject.outline.topology
+    attention: str = Ledger()(choose_attention(subject.config, topology, subject.shape.head_dim))
+    signatures = len(run_signatures(make_backend(subject.config, attention), subject.shape, topology))
     limit = private.recompile_limit()
     evidence = (
-        f"{len(devices)} CUDA devices for drafters x {windows} kinds of layers x with and without gradients = "
-        f"{signatures} signatures of flex attention; PyTorch's limit {limit}, the guard's {guard.RECOMPILE_LIMIT}"
+        f"{attention} attention on {len(set(topology.drafter))} drafter devices has {signatures} signatures; PyTorch's "
+        f"limit {limit}, the guard's {guard.RECOMPILE_LIMIT}"
     )
     if signatures > guard.RECOMPILE_LIMIT:
         return Check(name, "fail", evidence, "use fewer devices in one process")
     if signatures > limit:
         return Check(name, "warn", f"{evidence}; beyond its own limit PyTorch runs dense in silence", GUARDED_LIMIT)
-    return Check(name, "ok", evidence if devices else f"{evidence}; CPU drafters attend blockwise, without a compiler")
+    return Check(name, "ok", evidence)
 
 
 GUARDED_LIMIT = "none in draftsmith: guarded functions have a limit each, and raise at it"
