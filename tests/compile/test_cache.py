@@ -281,7 +281,7 @@ def test_a_cut_library_kills_a_naive_process_and_not_a_guarded_one(directory: Pa
     assert "set aside" in runs[1].stderr
 
 
-INPUTS = "[torch.zeros(4, 4)] * 2"
+INPUTS = "(torch.zeros(4, 4), torch.ones(4, 4))"
 
 
 # -- who wrote what
