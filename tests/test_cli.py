@@ -15,6 +15,7 @@ import transformers
 
 from conftest import tiny_drafter
 from draftsmith import __version__, cli, embedded
+from draftsmith.commands import decode
 from draftsmith.commands.signals import stoppable
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.errors import ConfigError, InputError
@@ -214,14 +215,14 @@ def test_an_error_is_one_line_even_if_its_cause_was_not(
     run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error, code in ((InputError("first\nsecond"), 1), (ConfigError("first\nsecond"), 2)):
-        monkeypatch.setattr(cli, "_eval", _raising(error))
+        monkeypatch.setattr(decode, "_eval", _raising(error))
         assert only_line(run("eval", "--target", "t", "--draft", "d", "--prompts", "p"), code).endswith(
             "first second\n"
         )
 
 
 def test_ctrl_c_outside_training_exits_130(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_eval", _raising(KeyboardInterrupt()))
+    monkeypatch.setattr(decode, "_eval", _raising(KeyboardInterrupt()))
     assert "interrupted" in only_line(run("eval", "--target", "t", "--draft", "d", "--prompts", "p"), 130)
 
 
@@ -241,9 +242,9 @@ def test_the_first_signal_asks_and_the_second_aborts(monkeypatch: pytest.MonkeyP
 def test_an_unexpected_error_exits_1_cause_first_and_loses_no_output() -> None:
     """In a process of its own, as it ends it without clean-up."""
     script = (
-        "from draftsmith import cli\n"
+        "from draftsmith import cli\nfrom draftsmith.commands import decode\n"
         "def fail(options):\n    print('printed before')\n    raise RuntimeError('the cause')\n"
-        "cli._eval = fail\n"
+        "decode._eval = fail\n"
         "cli.main(['eval', '--target', 't', '--draft', 'd', '--prompts', 'p'])\n"
     )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -129,7 +129,7 @@ def test_a_second_drafter_for_another_target_is_refused(draft: Path, capsys: pyt
     save_drafter(other, tiny_drafter(), dtype=torch.float32, provenance={}, card="")
     options = ["--target", "demo", "--draft", str(draft), "--prompts", "demo", "--baseline", str(other)]
     assert cli.main(["eval", *options]) == 1
-    assert f"{other} is for a target of 5 layers" in capsys.readouterr().err
+    assert f"{other} was made for another target than demo: layers 5, not 10" in capsys.readouterr().err
 
 
 def test_generate_streams_the_text_with_drafts_in_colour(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

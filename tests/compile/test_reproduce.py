@@ -12,6 +12,7 @@ from draftsmith.compile import private, reproduce
 PAGE = Path(__file__).parents[2] / "docs" / "compile-race.md"
 
 
+@pytest.mark.slow
 def test_naive_threads_fail_and_guarded_ones_do_not() -> None:
     phases = list(reproduce.reproduce_all(1.0))
     assert [(p.guarded, p.tracer) for p in phases] == [(True, False), (True, True), (False, False), (False, True)]

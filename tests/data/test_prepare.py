@@ -282,6 +282,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_by_command(tmp_path: Path) -> None:
     """kill -9 leaves no worker behind and the next run ends with the same bytes."""
     path = write(tmp_path / "a.jsonl", [json.dumps({"messages": chat(f"u:hi {i}", "a:ho")}) for i in range(4000)])

@@ -122,7 +122,7 @@ def test_backward_in_a_second_thread_while_another_compiles() -> None:
                 return
 
     compiler = in_thread(compile_on)
-    while guard.count_compilations() < before + 4:
+    while guard.count_compilations() < before + 4 or len(results) < 3:
         drafter.zero_grad()
         with guard.shared():
             loss = loss_of(drafter)
@@ -132,7 +132,7 @@ def test_backward_in_a_second_thread_while_another_compiles() -> None:
     over.set()
     compiler.join(60)
     assert not compiler.is_alive()
-    assert len(results) > 1
+    assert guard.count_compilations() >= before + 4
     assert all(torch.equal(result, quiet) for result in results)
 
 
