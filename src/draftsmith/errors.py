@@ -1,6 +1,8 @@
 """Errors that a user can mend: one line, naming the place and the remedy; the command line prints nothing else."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NO_SPACE = "free some space, or choose a place that has it"
 _NO_PERMISSION = "choose a place that you may write, or change its permissions"
@@ -52,6 +54,17 @@ def explained(error: BaseException) -> str | None:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}; {_REMEDIES[error.errno]}"
     return None
+
+
+@contextmanager
+def written_below(place: object) -> Iterator[None]:
+    """Gives errors of the operating system that name no file (a full disk) the place that was being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(place)
+        raise
 
 
 class StoppedError(RuntimeError):

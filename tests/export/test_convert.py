@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,7 @@ from draftsmith import cli, embedded
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decode.speculate import speculative_generate
+from draftsmith.drafter import checkpoint
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter, write_folder
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import random_init
@@ -332,3 +334,13 @@ def test_a_damaged_card_is_named(draft: Path, tmp_path: Path) -> None:
 def test_an_impossible_number_is_named(key: str, value: Any, draft: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"config.json: .*({key}|infinity)"):
         export_drafter(str(rewrite(draft, **{key: value})), "zlab", tmp_path / "out")
+
+
+def test_a_full_disk_leaves_nothing_half_done(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(InputError, match=r"out cannot be written: .*No space left.*; free some space"):
+        export_drafter(str(draft), "zlab", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"draft"}

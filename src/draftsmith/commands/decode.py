@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.commands.arguments import count
+from draftsmith.commands.arguments import count, whole
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
     generate = commands.add_parser("generate", help="answer a prompt, showing which tokens were drafted")
     _add_decoding(generate)
-    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.add_argument("--seed", type=whole, default=0, help="of the draws (default 0)")
     generate.add_argument("prompt", metavar="PROMPT")
     generate.set_defaults(command=_generate)
 

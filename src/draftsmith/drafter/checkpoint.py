@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import ConfigError, InputError
+from draftsmith.errors import ConfigError, InputError, written_below
 
 PROVENANCE = "draftsmith.json"
 MASK_EMBEDDING = "mask_embedding.pt"  # of some other trainers
@@ -46,11 +46,20 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str
         raise ConfigError(f"{folder} is there and no folder; choose another name")
     aside = folder.with_name(f".{folder.name}.new")
     remove_tree(aside)
-    aside.mkdir(parents=True)
-    save_file(dict(tensors), aside / "model.safetensors", metadata={"format": "pt"})
-    for name, text in texts.items():
-        (aside / name).write_text(text, encoding="utf-8")
-    replace_folder(aside, folder)
+    try:
+        with written_below(folder):
+            aside.mkdir(parents=True)
+            save_file(dict(tensors), aside / "model.safetensors", metadata={"format": "pt"})
+            for name, text in texts.items():
+                (aside / name).write_text(text, encoding="utf-8")
+            replace_folder(aside, folder)
+    except (OSError, SafetensorError) as error:
+        remove_tree(aside)
+        if isinstance(error, SafetensorError):  # what its library makes of a disk that is full
+            raise InputError(
+                f"{folder} cannot be written: {error}; free some space, or choose another place"
+            ) from error
+        raise
 
 
 def load_drafter(folder: Path, device: torch.device) -> Drafter:
