@@ -1,5 +1,6 @@
 """Exit codes, and one line instead of a traceback for whatever a person can get wrong."""
 
+import errno
 import json
 import os
 import signal
@@ -202,6 +203,10 @@ def test_impossible_eval_arguments_exit_2_before_anything_is_loaded(run: Callabl
     assert "--json no/where.json: no is not a folder" in only_line(
         evaluate(run, nowhere, prompts, "--json", "no/where.json"), 2
     )
+    assert "--json . is a folder" in only_line(evaluate(run, nowhere, prompts, "--json", "."), 2)
+    assert "give at most 1048576" in only_line(evaluate(run, nowhere, prompts, "--max-new-tokens", str(10**20)), 2)
+    assert "1 to 4096" in only_line(evaluate(run, nowhere, prompts, "--tree", "1000000"), 2)
+    assert "--temperature is 1e-300" in only_line(evaluate(run, nowhere, prompts, "--temperature", "1e-300"), 2)
 
 
 def test_eval_is_done(run: Callable[..., Outcome], prompts: Path, draft: Path) -> None:
@@ -255,6 +260,39 @@ def test_an_unexpected_error_exits_1_cause_first_and_loses_no_output() -> None:
     assert done.stdout == "printed before\n"
     assert done.stderr.startswith("draftsmith: RuntimeError: the cause\n")
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "No space left on device; free some space, or choose a place that has it",
+        ),
+        (
+            OSError(errno.EACCES, "Permission denied", "x/y"),
+            "x/y: Permission denied; choose a place that you may write, or change its permissions",
+        ),
+        (OSError(errno.EFBIG, "File too large"), "File too large; free some space, or choose a place that has it"),
+        (MemoryError(), "out of memory (no further details); ask for less at once, or use a larger machine"),
+        (
+            RuntimeError("can't\n allocate memory: you tried"),
+            "out of memory (can't allocate memory: you tried); ask for less at once, or use a larger machine",
+        ),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "the program that read the output has ended"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception,
+    said: str,
+    run: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(decode, "_eval", _raising(error))
+    with pytest.raises(AssertionError, match="left with 1"):
+        run("eval", "--target", "t", "--draft", "d", "--prompts", "p")
+    assert capsys.readouterr().err == f"draftsmith: {said}\n"
 
 
 def test_windows_is_refused_with_a_reason(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`draftsmith data prepare` as a person calls it, and training on what it leaves."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from chats import chat
 from draftsmith import cli, embedded
+from draftsmith.errors import explained, written_below
 
 
 @pytest.fixture
@@ -56,6 +58,12 @@ def test_it_prints_what_it_decided_and_ends_with_the_counts(
         (["demo", "--template-date", "today"], 2, "--template-date today: write it as YYYY-MM-DD"),
         (["demo", "--drop-contaminated"], 2, "--drop-contaminated needs the evaluation prompts"),
         (["demo", "--prompts", "none.jsonl"], 1, "prompts: none.jsonl cannot be read"),
+        ([""], 1, "data.train: a name is empty"),
+        (
+            ["demo", "--template-argument", "x=2020-01-01"],
+            2,
+            "--template-argument x=2020-01-01: JSON has no such value",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -105,3 +113,39 @@ def test_a_prepared_or_half_prepared_folder_is_no_raw_data(
     (half / "manifest.json").rename(half / "preparing.json")
     assert cli.main(["init", "--target", "demo", "--data", str(half), "--out", str(tmp_path / "new.yaml")]) == 1
     assert "is not finished; run the same `draftsmith data prepare` again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--request-field", "x=2020-01-01"], "--request-field x=2020-01-01: JSON has no such value"),
+        (["--request-field", "messages=[]"], "--request-field messages: draftsmith fills it"),
+        (["--api-key-file", "key"], "--api-key-file key: the key has characters that no HTTP header can hold"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_is_refused_before_it_is(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("key").write_text("k\u00e9y\n", encoding="utf-8")
+    asked = ["data", "regenerate", "demo", "--server", "http://127.0.0.1:9", "--model", "m", "--out", "out"]
+    assert cli.main([*asked, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"draftsmith: {said}")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("option", ["--seed", "--epoch"])
+def test_inspect_refuses_a_negative_number(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["data", "inspect", "demo", "--target", "demo", option, "-1"])
+    assert "is not a whole number from 0" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_with_the_folder() -> None:
+    with pytest.raises(OSError, match="No space") as caught, written_below("out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert str(explained(caught.value)).startswith("out: No space left on device; free some space")

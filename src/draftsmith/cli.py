@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Read by libraries when they are imported, so set before any of them is.
@@ -16,7 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 from draftsmith import __version__
 from draftsmith.commands import checkpoints, compiler, data, decode, train
 from draftsmith.commands.signals import INTERRUPTED
-from draftsmith.errors import InputError
+from draftsmith.errors import InputError, explained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,14 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("draftsmith: interrupted", file=sys.stderr)
         return INTERRUPTED[signal.SIGINT]
     except Exception as error:  # noqa: BLE001 - the last place: one line for a person, the rest for a log
-        print(f"draftsmith: {type(error).__name__}: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", []):
-            print(f"draftsmith: {note}", file=sys.stderr)
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _report(error)
         os._exit(1)  # a worker stuck in native code must not keep the process
     return code
+
+
+def _report(error: Exception) -> None:
+    """The cause first; where it does not lie in the machine, all that helps to find it."""
+    cause = explained(error)
+    print(f"draftsmith: {cause or f'{type(error).__name__}: {error}'}", file=sys.stderr)
+    for note in getattr(error, "__notes__", []):
+        print(f"draftsmith: {note}", file=sys.stderr)
+    if cause is None:
+        traceback.print_exc()
+    with suppress(OSError):  # nobody may be left to read it
+        sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

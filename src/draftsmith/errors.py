@@ -1,5 +1,27 @@
 """Errors that a user can mend: one line, naming the place and the remedy; the command line prints nothing else."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NO_SPACE = "free some space, or choose a place that has it"
+_NO_PERMISSION = "choose a place that you may write, or change its permissions"
+_REMEDIES = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EFBIG: _NO_SPACE,
+    errno.EACCES: _NO_PERMISSION,
+    errno.EPERM: _NO_PERMISSION,
+    errno.EROFS: _NO_PERMISSION,
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "give the path of a file",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "one of its links leads back to itself; mend it",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.EIO: "the disk failed; look into the system's log",
+}
+
 
 class InputError(ValueError):
     """Something a user gave (a file, a model, a value) cannot be used. Exit code 1."""
@@ -19,6 +41,30 @@ class ConfigError(InputError):
     """A configuration or an argument is wrong. Exit code 2."""
 
     exit_code = 2
+
+
+def explained(error: BaseException) -> str | None:
+    """One line for an error whose cause lies in the machine (disk, permissions, memory). None for any other."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory ({text or 'no further details'}); ask for less at once, or use a larger machine"
+    if isinstance(error, BrokenPipeError):
+        return "the program that read the output has ended"
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}; {_REMEDIES[error.errno]}"
+    return None
+
+
+@contextmanager
+def written_below(place: object) -> Iterator[None]:
+    """Gives errors of the operating system that name no file (a full disk) the place that was being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(place)
+        raise
 
 
 class StoppedError(RuntimeError):

@@ -324,3 +324,37 @@ def _alive_in_session(leader: int) -> bool:
         if int(fields[3]) == leader and fields[0] != "Z":
             return True
     return False
+
+
+def test_a_damaged_shard_is_made_again_and_never_blessed(tmp_path: Path, renderer: Renderer) -> None:
+    files = [write(tmp_path / "a.jsonl", lines(40))]
+    prepare(files, tmp_path / "out", renderer)
+    good = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    shard = next((tmp_path / "out" / "shards").iterdir())
+    whole = shard.read_bytes()
+    for bad in (b"", whole[:100], whole[:-100] + b"x" + whole[-99:]):
+        shard.write_bytes(bad)
+        made = prepare(files, tmp_path / "out", renderer)
+        assert made is not None
+        assert made.reused == made.shards - 1
+        assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == good
+
+
+def test_a_kill_while_a_preparation_begins_leaves_no_dead_end(tmp_path: Path, renderer: Renderer) -> None:
+    """It may leave what it was writing; the file itself is there whole or not at all."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "preparing.json.partial").write_text('{"form')
+    made = prepare([write(tmp_path / "a.jsonl", lines(20))], out, renderer)
+    assert made is not None
+    assert made.kept
+    assert not list(out.glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["preparing.json", "manifest.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"format": "draftsmith data 1", "shards": [3]}'])
+def test_a_damaged_note_of_a_folder_is_named(name: str, content: bytes, tmp_path: Path, renderer: Renderer) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"out/{name} cannot be used|prepared with other"):
+        prepare([write(tmp_path / "a.jsonl", lines(20))], tmp_path / "out", renderer)

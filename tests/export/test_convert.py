@@ -1,12 +1,14 @@
 """`draftsmith export` and `import`: layouts both ways, bit for bit, and what is refused with its reason."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,7 +18,8 @@ from draftsmith import cli, embedded
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decode.speculate import speculative_generate
-from draftsmith.drafter.checkpoint import load_drafter, save_drafter
+from draftsmith.drafter import checkpoint
+from draftsmith.drafter.checkpoint import load_drafter, save_drafter, write_folder
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
@@ -278,3 +281,66 @@ def test_the_commands(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is there already" in capsys.readouterr().err
     assert cli.main(["import", str(there), str(tmp_path / "x"), "--adapter", "a"]) == 2
     assert "--adapter changes a target; give --target too" in capsys.readouterr().err
+
+
+def test_nothing_but_a_new_or_empty_folder_is_taken(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename would put the folder in the place of a pipe, a device or a link."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "empty")
+    for name in ("pipe", "link", "linked"):
+        with pytest.raises(ConfigError, match=f"OUT .*{name} is there already; give a new folder"):
+            export_drafter(str(draft), "zlab", tmp_path / name)
+    with pytest.raises(ConfigError, match="pipe is there and no folder"):
+        write_folder(tmp_path / "pipe", {}, {})
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="is the folder you are in"):
+        export_drafter(str(draft), "zlab", Path())
+    export_drafter(str(draft), "zlab", tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff", "draftsmith.json is no UTF-8 text"),
+        (b"[1]", "draftsmith.json is no JSON object"),
+        (b'{"target": 5}', "draftsmith.json: target is 5, expected a string"),
+    ],
+)
+def test_a_damaged_note_is_named(content: bytes, said: str, draft: Path, tmp_path: Path) -> None:
+    (draft / "draftsmith.json").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        export_drafter(str(draft), "speculators", tmp_path / "out")
+
+
+def test_a_damaged_card_is_named(draft: Path, tmp_path: Path) -> None:
+    (draft / "README.md").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"README\.md is no UTF-8 text"):
+        export_drafter(str(draft), "zlab", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 1e30), ("hidden_size", 10**9), ("vocab_size", 0), ("max_position_embeddings", -5),
+        ("rms_norm_eps", float("nan")), ("rms_norm_eps", 0), ("head_dim", float("inf")),
+    ],
+)  # fmt: skip
+def test_an_impossible_number_is_named(key: str, value: Any, draft: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"config.json: .*({key}|infinity)"):
+        export_drafter(str(rewrite(draft, **{key: value})), "zlab", tmp_path / "out")
+
+
+def test_a_full_disk_leaves_nothing_half_done(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(InputError, match=r"out cannot be written: .*No space left.*; free some space"):
+        export_drafter(str(draft), "zlab", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"draft"}

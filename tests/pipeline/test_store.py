@@ -321,3 +321,20 @@ def test_features_that_do_not_fit_into_memory_are_refused(small: MakeConfig, mon
     monkeypatch.setattr(keeping, "USABLE", item.nbytes / 2 / this_machine().host_bytes)
     with pytest.raises(InputError, match=r"features: memory needs .* use store.dtype=bfloat16, features=disk"):
         run_training(config)
+
+
+def test_shards_without_their_note_are_not_taken(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path / "s", IDENTITY, 6, torch.float32, torch.float32, print)
+    disk.put(range(3), some_features(3))
+    disk.close()
+    (tmp_path / "s" / "store.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds shards but no store\.json"):
+        DiskStore(tmp_path / "s", IDENTITY, 6, torch.float32, torch.float32, print)
+
+
+def test_a_stray_file_beside_the_shards_stops_nobody(tmp_path: Path) -> None:
+    DiskStore(tmp_path / "s", IDENTITY, 6, torch.float32, torch.float32, print).close()
+    (tmp_path / "s" / "shard-copy.safetensors").write_bytes(b"")
+    said: list[str] = []
+    DiskStore(tmp_path / "s", IDENTITY, 6, torch.float32, torch.float32, said.append).close()
+    assert "shard-copy.safetensors is damaged" in said[0]

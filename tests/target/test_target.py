@@ -1,10 +1,14 @@
 """Features of any architecture: the layers' own outputs, the same however documents are grouped and threads run."""
 
+import json
+import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Gemma3ForCausalLM,
@@ -19,13 +23,14 @@ from transformers import (
 
 from conftest import tiny_qwen3
 from draftsmith import embedded
+from draftsmith.decode.probe import probe_target
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.init import init_from_target
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.pipeline.prepare import choose_taps
 from draftsmith.target.capture import TapCapture, check_taps, decoder_layers, default_taps
-from draftsmith.target.load import Target, TargetSpec, _groups_by_length, fingerprint, frozen_weights
+from draftsmith.target.load import Target, TargetSpec, _groups_by_length, fingerprint, frozen_weights, load_target
 
 
 def llama() -> Any:
@@ -217,3 +222,54 @@ def test_a_head_in_whole_numbers_is_refused() -> None:
     target.model.lm_head.weight = torch.nn.Parameter(target.head_VH.to(torch.int8), requires_grad=False)
     with pytest.raises(InputError, match=r"quantised to torch\.int8"):
         frozen_weights(target.spec, target.model)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The embedded target in a folder that may be damaged."""
+    return Path(shutil.copytree(embedded.TARGET, tmp_path / "copy"))
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_target(TargetSpec(str(folder)), (1,), torch.device("cpu"))
+
+
+def test_a_weight_that_is_missing_is_not_drawn_at_random(copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    name = next(name for name in weights if "down_proj" in name)
+    del weights[name]
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    refused(copied, rf"1 of its weights are not in its files \({name}\)")
+
+
+@pytest.mark.parametrize("kept", [0, 5000])
+def test_a_cut_file_is_one_line(kept: int, copied: Path) -> None:
+    weights = (copied / "model.safetensors").read_bytes()
+    (copied / "model.safetensors").write_bytes(weights[:kept])
+    refused(copied, "cannot be loaded: ")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": "x"}, {"num_attention_heads": 0}, {"dtype": "foo"}, {"rope_parameters": 7}]
+)
+def test_an_impossible_config_is_one_line(changes: dict[str, Any], copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | changes))
+    refused(copied, "cannot be loaded: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "generation_config.json cannot be read"), ('{"eos_token_id": "x"}', "is 'x', expected")]
+)
+def test_stop_ids_are_not_lost(content: str, said: str, copied: Path) -> None:
+    (copied / "generation_config.json").write_text(content)
+    refused(copied, said)
+
+
+def test_damaged_weights_are_said_and_not_the_cache(copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    next(w for name, w in weights.items() if "down_proj" in name).fill_(float("nan"))
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="computes NaN or infinite logits"):
+        probe_target(load_target(TargetSpec(str(copied)), (1,), torch.device("cpu")), trees=False)

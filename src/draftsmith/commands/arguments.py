@@ -5,8 +5,14 @@ from collections.abc import Callable
 
 
 def count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0, of at most 18 digits")
     return int(text)
 
 

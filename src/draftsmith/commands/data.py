@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from draftsmith.commands.arguments import count, positive, share_of
+from draftsmith.commands.arguments import count, positive, share_of, whole
 from draftsmith.commands.signals import stoppable
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, written_below
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -39,7 +39,7 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.drop_contaminated and not options.prompts:
         raise ConfigError("--drop-contaminated needs the evaluation prompts to look for: add --prompts")
     settings = parse_settings(options.thinking, options.template_argument, options.template_date)
-    with stoppable() as (stop, code):
+    with stoppable() as (stop, code), written_below(options.out):
         prepare_and_show(
             PrepareOptions(
                 files=options.files,
@@ -121,7 +121,7 @@ def _regenerate(options: argparse.Namespace) -> int:
         settings = parse_settings(given.thinking, given.template_argument, given.template_date)
         how = LocalOptions(given.target, given.revision, given.adapter, given.device, given.batch_size, settings)
     inputs = Inputs(given.files, given.form, given.limit)
-    with stoppable() as (stop, code):
+    with stoppable() as (stop, code), written_below(options.out):
         regenerate_and_show(inputs, given.out, how, sampling, stop, retry_errors=given.retry_errors)
         return code()
 
@@ -137,8 +137,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     blocks = parser.add_argument_group("blocks, as in a config")
     blocks.add_argument("--block-size", type=count, default=16, help="default 16")
     blocks.add_argument("--anchor-density", type=share_of(1.0), default=0.25, help="default 0.25")
-    blocks.add_argument("--seed", type=int, default=0)
-    blocks.add_argument("--epoch", type=int, default=0)
+    blocks.add_argument("--seed", type=whole, default=0)
+    blocks.add_argument("--epoch", type=whole, default=0)
     parser.set_defaults(command=_inspect)
 
 

@@ -1,14 +1,17 @@
 """`eval` and `generate`."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.commands.arguments import count
+from draftsmith.commands.arguments import count, whole
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftsmith.report.decoding import Request
+
+MOST_NEW_TOKENS, MOST_IN_A_TREE = 2**20, 4096  # caches and masks of that size are allocated before the first token
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,7 +29,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
     generate = commands.add_parser("generate", help="answer a prompt, showing which tokens were drafted")
     _add_decoding(generate)
-    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.add_argument("--seed", type=whole, default=0, help="of the draws (default 0)")
     generate.add_argument("prompt", metavar="PROMPT")
     generate.set_defaults(command=_generate)
 
@@ -52,8 +55,12 @@ def _request(options: argparse.Namespace) -> "Request":
 
     if options.max_new_tokens < 2:
         raise ConfigError("--max-new-tokens must be at least 2: the first token is the prefill's")
-    if options.tree is not None and options.tree < 1:
-        raise ConfigError(f"--tree is {options.tree}: give the number of drafted tokens to verify, at least 1")
+    if options.max_new_tokens > MOST_NEW_TOKENS:
+        raise ConfigError(f"--max-new-tokens is {options.max_new_tokens}: give at most {MOST_NEW_TOKENS}")
+    if options.tree is not None and not 1 <= options.tree <= MOST_IN_A_TREE:
+        raise ConfigError(
+            f"--tree is {options.tree}: give the number of drafted tokens to verify, 1 to {MOST_IN_A_TREE}"
+        )
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     if options.greedy_drafts and (sampling.greedy or options.tree is not None):
         raise ConfigError("--greedy-drafts changes nothing without --temperature, or with --tree; leave it out")
@@ -69,13 +76,23 @@ def _request(options: argparse.Namespace) -> "Request":
 
 
 def _eval(options: argparse.Namespace) -> int:
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
+    if options.json is not None:
+        _check_json(options.json)
     request = _request(options)
     from draftsmith.report.decoding import evaluate_and_show
 
     evaluate_and_show(request, options.prompts, options.baseline, options.limit, options.json)
     return 0
+
+
+def _check_json(path: Path) -> None:
+    """Before anything is measured: can the figures be written?"""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: {path.parent} is not a folder; create it first")
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder; give the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written; choose another place or change its permissions")
 
 
 def _generate(options: argparse.Namespace) -> int:

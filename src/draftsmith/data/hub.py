@@ -39,6 +39,8 @@ def find_files(name: str, key: str = "data.train") -> list[tuple[str, Path]]:
     """
     if name == "demo":
         return [(name, CONVERSATIONS)]
+    if not name.strip():  # a path of that name is the folder one is in: an unset variable of a shell
+        raise InputError(f"{key}: a name is empty; give a file, a folder or a data set")
     if Path(name).is_file():
         return [(name, Path(name))]
     place, _, chosen = name.partition(":")

@@ -1,8 +1,8 @@
 """`draftsmith data prepare`: files to shards of token ids and loss masks, in parallel, resumable, in bounded memory.
 
 The input is cut into chunks by content alone; a worker process turns a chunk into a shard whose name is a hash of all
-it was made from. So there is no state to resume: chunks whose shard is there are skipped. Whatever order the workers
-finish in, and however often a run was killed, the folder ends up the same byte for byte.
+it was made from. So there is no state to resume: chunks whose shard is there and whole are skipped. Whatever order the
+workers finish in, and however often a run was killed, the folder ends up the same byte for byte.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from draftsmith.data.shards import (
     read_manifest,
 )
 from draftsmith.data.sources import Chunk, Source, read_chunks
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, InputError
 
 HASHES_AT_ONCE = 2**23  # 64 MiB: duplicates are counted in as many passes as that takes
 
@@ -77,6 +77,7 @@ class Preparer:
         self._total_bytes = sum(source.path.stat().st_size for source in sources)
         self._names: dict[int, str] = {}  # of the shards, by chunk
         self._counts: dict[int, ShardCounts] = {}
+        self._hashes: dict[str, str] = {}  # of the shards that a finished folder had, by name
         self._reused = 0
 
     def run(self, stop: threading.Event, progress: Callable[[Progress], None]) -> Prepared | None:
@@ -100,9 +101,10 @@ class Preparer:
         """The folder is empty, or was begun by the same command."""
         about = self._about()
         path = self._out / UNFINISHED
-        inside = {entry.name for entry in self._out.iterdir()}
+        inside = {entry.name for entry in self._out.iterdir()} - {_partial(path).name}
         if path.is_file() or MANIFEST in inside:
-            before = read_manifest(self._out) if MANIFEST in inside else json.loads(path.read_text(encoding="utf-8"))
+            before = read_manifest(self._out, MANIFEST if MANIFEST in inside else UNFINISHED)
+            self._hashes = {entry["name"]: entry["sha256"] for entry in before.get("shards", [])}
             differing = [name for name, value in about.items() if before.get(name) != value]
             if differing:
                 raise ConfigError(
@@ -111,7 +113,7 @@ class Preparer:
         elif inside:
             raise ConfigError(f"--out {self._out} is not empty and no prepared data; choose another folder")
         else:
-            path.write_text(json.dumps(about), encoding="utf-8")
+            _replace_text(path, [json.dumps(about)])
 
     def _about(self) -> dict[str, Any]:
         """What makes a folder another folder: not the content of the files, which may grow."""
@@ -129,8 +131,9 @@ class Preparer:
             name = f"{number:06}-{self._chunk_key(chunk)[:16]}.arrow"
             self._names[number] = name
             path = self._out / SHARDS / name
-            if path.is_file():
-                self._counts[number] = Shard(path).counts
+            there = self._counts_of(path)
+            if there is not None:
+                self._counts[number] = there
                 self._reused += 1
             else:
                 self._counts.update(crew.make(number, chunk, path))
@@ -140,6 +143,17 @@ class Preparer:
         self._counts.update(crew.finish())
         progress(self._progress(self._total_bytes))
         return not stop.is_set()
+
+    def _counts_of(self, path: Path) -> ShardCounts | None:
+        """What a shard that was there before holds. None if it has to be made: there is none, or it is damaged."""
+        if not path.is_file():
+            return None
+        if path.name in self._hashes and file_hash(path) != self._hashes[path.name]:
+            return None
+        try:
+            return Shard(path).counts
+        except InputError:
+            return None
 
     def _chunks(self) -> Iterator[tuple[Chunk, int]]:
         """All chunks with the bytes of all files up to their end."""
@@ -217,12 +231,16 @@ def _contamination_lines(paths: Sequence[Path]) -> Iterator[str]:
 
 def _replace_text(path: Path, parts: Iterator[str] | Sequence[str]) -> None:
     """Writes a file in one step."""
-    temporary = path.with_name(path.name + ".partial")
+    temporary = _partial(path)
     with temporary.open("w", encoding="utf-8") as out:
         out.writelines(parts)
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
 
 
 def count_duplicates(paths: Sequence[Path], at_once: int = HASHES_AT_ONCE) -> int:

@@ -1,5 +1,6 @@
 """What the chat template is told besides the messages. Light, so that the config can be read before anything heavy."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -34,17 +35,30 @@ def parse_settings(thinking: bool | None, arguments: Sequence[str], today: str |
     Raises:
         ConfigError: names the argument.
     """
-    given: dict[str, Any] = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--template-argument {argument}: write it as name=value")
-        try:
-            given[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--template-argument {argument}: the value is not YAML") from None
+    given = parse_values("--template-argument", arguments)
     try:
         day = TODAY if today is None else date.fromisoformat(today)
     except ValueError:
         raise ConfigError(f"--template-date {today}: write it as YYYY-MM-DD") from None
     return TemplateSettings(thinking, given, day)
+
+
+def parse_values(option: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """`name=value` with values as in YAML, and no others than JSON has: they are saved and sent as JSON.
+
+    Raises:
+        ConfigError: names the option and the argument.
+    """
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{option} {argument}: write it as name=value")
+        try:
+            given[name] = yaml.safe_load(value)
+            json.dumps(given[name], allow_nan=False)
+        except yaml.YAMLError:
+            raise ConfigError(f"{option} {argument}: the value is not YAML") from None
+        except (ValueError, TypeError):  # ValueError: no such day, NaN
+            raise ConfigError(f"{option} {argument}: JSON has no such value; put a text into quotes") from None
+    return given

@@ -123,12 +123,9 @@ class Shard:
         try:
             self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
             self.about: dict[str, Any] = json.loads(self.batch.schema.metadata[b"draftsmith"])
+            self.counts = ShardCounts(**{name: self.about[name] for name in ShardCounts.__slots__})
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} is damaged: {error}; run `draftsmith data prepare` again") from error
-
-    @property
-    def counts(self) -> ShardCounts:
-        return ShardCounts(**{name: self.about[name] for name in ShardCounts.__slots__})
 
     @property
     def rejects(self) -> list[Reject]:
@@ -175,19 +172,37 @@ def conversation_starts(lines: NDArray[np.int64]) -> list[int]:
     return np.flatnonzero(np.diff(lines, prepend=-1)).tolist()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a prepared folder says about itself.
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
+    """What a prepared folder says about itself, or, in `UNFINISHED`, one that is being made.
 
     Raises:
         InputError: it cannot be read.
     """
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise ValueError("it does not say its format")
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this draftsmith reads {FORMAT!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder}/{MANIFEST} cannot be used: {error}; prepare the data again") from error
+        if name == MANIFEST:
+            _check_entries(manifest)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder}/{name} cannot be used: {error}; delete {folder} and run `draftsmith data prepare` again"
+        ) from error
     return manifest
+
+
+def _check_entries(manifest: Mapping[str, Any]) -> None:
+    entries = manifest.get("shards")
+    if not isinstance(entries, list):
+        raise ValueError("shards is no list")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "sha256")):
+            raise ValueError(f"shards[{number}] has no name and sha256")
+    missing = [key for key in ("rendering_key", "template_settings") if key not in manifest]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
 
 
 def read_prepared(folder: Path, key: str) -> Iterator[Rendered | Reject]:

@@ -65,6 +65,11 @@ def _fresh(target: Target, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _demand_equal(target: Target, found_V: Tensor, expected_V: Tensor, problem: str) -> None:
+    if not expected_V.isfinite().all():
+        raise InputError(
+            f"target.model {target.spec.model!r} computes NaN or infinite logits; its weights are damaged or too large "
+            "for their dtype: copy the model again"
+        )
     share = float((found_V.float() - expected_V.float()).abs().max() / expected_V.float().abs().max())
     allowed = TOLERANCE if target.embedding_VH.dtype == torch.float32 else LOWER_PRECISION_TOLERANCE
     if not share <= allowed:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from draftsmith.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-6  # logits divided by less may be infinite in fp32
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -21,8 +23,10 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"--temperature is {self.temperature}: give 0 (greedy) or a positive number")
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"--temperature is {self.temperature}: give 0 (greedy) or a positive number from {LEAST_TEMPERATURE}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}: give a share above 0 and at most 1")
         if self.top_k < 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import ConfigError, InputError
+from draftsmith.errors import ConfigError, InputError, written_below
 
 PROVENANCE = "draftsmith.json"
 MASK_EMBEDDING = "mask_embedding.pt"  # of some other trainers
@@ -39,15 +39,27 @@ def to_text(data: Mapping[str, Any]) -> str:
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Writes `model.safetensors` and text files by name.
 
-    The folder appears whole or not at all: it is written beside and renamed; an older one is replaced.
+    The folder appears whole or not at all: it is written beside and renamed; an older one is replaced, and nothing but
+    a folder ever is.
     """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder} is there and no folder; choose another name")
     aside = folder.with_name(f".{folder.name}.new")
     remove_tree(aside)
-    aside.mkdir(parents=True)
-    save_file(dict(tensors), aside / "model.safetensors", metadata={"format": "pt"})
-    for name, text in texts.items():
-        (aside / name).write_text(text, encoding="utf-8")
-    replace_folder(aside, folder)
+    try:
+        with written_below(folder):
+            aside.mkdir(parents=True)
+            save_file(dict(tensors), aside / "model.safetensors", metadata={"format": "pt"})
+            for name, text in texts.items():
+                (aside / name).write_text(text, encoding="utf-8")
+            replace_folder(aside, folder)
+    except (OSError, SafetensorError) as error:
+        remove_tree(aside)
+        if isinstance(error, SafetensorError):  # what its library makes of a disk that is full
+            raise InputError(
+                f"{folder} cannot be written: {error}; free some space, or choose another place"
+            ) from error
+        raise
 
 
 def load_drafter(folder: Path, device: torch.device) -> Drafter:
@@ -167,10 +179,17 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     """What draftsmith noted when it wrote the folder; empty for a drafter of another trainer."""
     path = folder / PROVENANCE
     try:
-        data = json.loads(path.read_text()) if path.is_file() else {}
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    return data if isinstance(data, dict) else {}
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); mend or remove it") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path} is no JSON object; mend or remove it")
+    for key in ("target", "target_revision", "target_adapter", "target_fingerprint"):
+        if not isinstance(data.get(key), str | None):
+            raise InputError(f"{path}: {key} is {data[key]!r}, expected a string; mend or remove it")
+    return data
 
 
 def remove_tree(folder: Path) -> None:

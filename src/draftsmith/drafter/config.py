@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from draftsmith.drafter.traps import check_traps
 from draftsmith.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST, MOST_SLOTS = 2**24, 2**16  # beyond any model; larger sizes overflow where shapes are multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,15 @@ class DrafterConfig:
     is_causal: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}: a drafter needs at least 1")
-        if self.block_size < 2:
-            raise InputError(f"block_size is {self.block_size}: a block needs the anchor and one slot, so >= 2")
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in ("hidden_size", "intermediate_size", *heads, "vocab_size", "max_position_embeddings"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise InputError(f"{name} is {getattr(self, name)}: expected 1 to {MOST}")
+        if not 2 <= self.block_size <= MOST_SLOTS:
+            raise InputError(
+                f"block_size is {self.block_size}: a block needs the anchor and one slot, so 2 to {MOST_SLOTS}"
+            )
+        self._check_numbers()
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -68,6 +74,19 @@ class DrafterConfig:
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}")
+
+    def _check_numbers(self) -> None:
+        """What is multiplied or divided by: finite and positive."""
+        positive = {
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_parameters.get("rope_theta"),
+            "output_multiplier": self.output_multiplier,
+            "final_logit_softcapping": 1.0 if self.final_logit_softcapping is None else self.final_logit_softcapping,
+            "input_embedding_scale": self.input_embedding_scale,
+        }
+        for name, value in positive.items():
+            if not isinstance(value, int | float) or not 0 < value < inf:
+                raise InputError(f"{name} is {value!r}: expected a positive number")
 
     @property
     def feature_size(self) -> int:
@@ -159,7 +178,7 @@ class DrafterConfig:
             return cls._parsed(data, nested, need)
         except InputError as error:
             raise InputError(f"{source}: {error}") from None
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise InputError(f"{source}: a value has the wrong type: {error}") from None
 
     @classmethod
@@ -223,5 +242,5 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None

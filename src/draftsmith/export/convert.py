@@ -1,5 +1,6 @@
 """`draftsmith export` and `draftsmith import`: one drafter in another layout, its tensors bit for bit."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,14 @@ def check_free(out: Path) -> None:
     """Nothing is overwritten.
 
     Raises:
-        ConfigError: something is there already.
+        ConfigError: something is there already (a file, a link, a device, a folder with something in it), or it is the
+            folder this process stands in, which cannot be put in place whole.
     """
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    empty_folder = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    if os.path.lexists(out) and not empty_folder:
         raise ConfigError(f"OUT {out} is there already; give a new folder")
+    if out.resolve() == Path.cwd():
+        raise ConfigError(f"OUT {out} is the folder you are in; give a new folder")
 
 
 def read_stored(folder: Path, source: str, target: TargetSpec | None) -> Stored:
@@ -145,8 +150,15 @@ def _companions(folder: Path, source: str, layout: str) -> dict[str, str]:
     """Our own notes and card go along unchanged; a drafter of another trainer gets a note of where it came from."""
     ours = {name: folder / name for name in (PROVENANCE, CARD)}
     if ours[PROVENANCE].is_file():
-        return {name: path.read_text(encoding="utf-8") for name, path in ours.items() if path.is_file()}
+        return {name: _read_text(path) for name, path in ours.items() if path.is_file()}
     return {PROVENANCE: to_text({"draftsmith": __version__, "imported_from": source, "layout": layout})}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}); mend or remove it") from None
 
 
 def _write_zlab(out: Path, stored: Stored) -> None:

@@ -150,7 +150,8 @@ class DiskStore:
         check_identity(folder, identity)
         self._writer = _locked(folder)
         self._index()
-        self._next = 1 + max((int(path.name[6:12]) for path in folder.glob("shard-*")), default=-1)
+        numbers = [path.name[6:12] for path in folder.glob("shard-*")]
+        self._next = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
         if len(self._shards) == count:
             self._release()
         elif self._writer and not (folder / _NOTE).exists():
@@ -267,6 +268,8 @@ def check_identity(folder: Path, identity: StoreIdentity) -> None:
     """
     note = folder / _NOTE
     if not note.exists():
+        if any(folder.glob("shard-*.safetensors")):
+            raise ConfigError(f"store.dir {folder} holds shards but no {_NOTE}, so nobody knows of what; set another")
         return
     try:
         found = json.loads(note.read_text())

@@ -18,7 +18,7 @@ from draftsmith.decode.sampling import GREEDY, Sampling
 from draftsmith.decode.speculate import decode
 from draftsmith.drafter.checkpoint import check_target, load_drafter
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, InputError
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.topology import Topology, choose_device, choose_threads, choose_topology, device_of
 from draftsmith.report.console import console, say
@@ -80,7 +80,12 @@ def evaluate_and_show(
     )
     console.print(eval_table(report, name="drafter" if request.tree is None else f"tree {request.tree}"))
     if out is not None:
-        out.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        try:
+            out.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--json {out} cannot be written: {error.strerror}; the table above holds the figures"
+            ) from None
 
 
 def baseline(name: str, target: Target, drafter: Drafter) -> Contender:

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from draftsmith.data.regenerate.run import Answers, Inputs, Regenerated, regenerate
 from draftsmith.data.regenerate.server import ServerAnswers, ServerSettings
 from draftsmith.data.regenerate.tasks import ERROR, SUCCESS, Outcome, Sampling
-from draftsmith.data.settings import TemplateSettings
+from draftsmith.data.settings import TemplateSettings, parse_values
 from draftsmith.errors import ConfigError
 from draftsmith.report.console import console, say
 
 PLAIN_EVERY_S = 10.0
+SENT = ("model", "messages", "prompt", "tools", "stream")  # of a request, besides what options set
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def read_api_key(variable: str | None, file: Path | None) -> str | None:
         key = os.environ.get(variable, "").strip()
         if not key:
             raise ConfigError(f"--api-key-env {variable}: there is no such environment variable, or it is empty")
-        return key
+        return _sendable(key, f"--api-key-env {variable}")
     if file is None:
         return None
     try:
@@ -110,24 +110,26 @@ def read_api_key(variable: str | None, file: Path | None) -> str | None:
         raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
     if not key or "\n" in key:
         raise ConfigError(f"--api-key-file {file} should hold the key and nothing else")
+    return _sendable(key, f"--api-key-file {file}")
+
+
+def _sendable(key: str, source: str) -> str:
+    """A key that fits into a header."""
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{source}: the key has characters that no HTTP header can hold; copy it again")
     return key
 
 
 def parse_fields(given: Sequence[str]) -> dict[str, Any]:
-    """`name=value` with values as in YAML.
+    """More of every request, as `name=value`.
 
     Raises:
         ConfigError: names the argument.
     """
-    fields: dict[str, Any] = {}
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--request-field {argument}: write it as name=value")
-        try:
-            fields[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--request-field {argument}: the value is not YAML") from None
+    fields = parse_values("--request-field", given)
+    taken = [name for name in fields if name in SENT]
+    if taken:
+        raise ConfigError(f"--request-field {taken[0]}: draftsmith fills it; leave it out")
     return fields
 
 

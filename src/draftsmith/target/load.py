@@ -1,5 +1,6 @@
 """The frozen language model: loaded once, asked for features by the pipeline and for logits by the decoder."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +18,11 @@ from draftsmith.embedded import TARGET as EMBEDDED_TARGET
 from draftsmith.errors import InputError
 from draftsmith.target.capture import TapCapture, concatenated, decoder_layers
 
+# What transformers raises for files that are damaged or say something impossible.
+_REFUSALS = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
 PADDING_WASTE = 1.15  # documents share a forward while padding stays below 15 %
 
 
@@ -41,9 +49,9 @@ class TargetSpec:
             return factory.from_pretrained(
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"target.model {self.model!r} cannot be loaded: {first}") from error
+        except _REFUSALS as error:
+            said = " ".join(str(error).split())[:300] or type(error).__name__
+            raise InputError(f"target.model {self.model!r} cannot be loaded: {said}") from error
 
     def config(self) -> Any:
         """The text part of the model's `config.json`."""
@@ -64,7 +72,12 @@ class TargetSpec:
         Raises:
             InputError: model or adapter cannot be loaded.
         """
-        model = self._from_pretrained(AutoModelForCausalLM, dtype=dtype)
+        model, info = self._from_pretrained(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):  # they would be drawn at random
+            raise InputError(
+                f"target.model {self.model!r}: {len(missing)} of its weights are not in its files "
+                f"({', '.join(missing[:3])}); copy the model again"
+            )
         return merge_adapter(model, self.adapter) if self.adapter else model
 
     def tokenizer(self) -> Any:
@@ -175,8 +188,6 @@ def load_target(spec: TargetSpec, taps: Sequence[int], device: torch.device, *, 
     config = model.config.get_text_config(decoder=True)
     tokenizer = tokenizer or spec.tokenizer()
     embedding_VH, head_VH = frozen_weights(spec, model)
-    eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
     return Target(
         spec=spec,
         model=model,
@@ -185,9 +196,29 @@ def load_target(spec: TargetSpec, taps: Sequence[int], device: torch.device, *, 
         capture=TapCapture(decoder_layers(model, config.num_hidden_layers), taps),
         embedding_VH=embedding_VH,
         head_VH=head_VH,
-        stop_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        stop_ids=_stop_ids(spec, model, tokenizer),
         fingerprint=fingerprint(model, tokenizer),
     )
+
+
+def _stop_ids(spec: TargetSpec, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end an answer, from `generation_config.json`, else the tokenizer.
+
+    Raises:
+        InputError: the file is no JSON (transformers would go on without it), or they are no ids.
+    """
+    path = Path(spec.path) / "generation_config.json"
+    try:
+        if path.is_file():
+            json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"target.model: {path} cannot be read: {error}; copy it again") from None
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    found = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(isinstance(token, int) for token in found):
+        raise InputError(f"target.model {spec.model!r}: eos_token_id is {eos!r}, expected a token id or a list of them")
+    return found
 
 
 def frozen_weights(spec: TargetSpec, model: Any) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,9 @@ class Record:
             try:
                 found = json.loads(line)
                 number, key, status = found["number"], found["key"], found["status"]
-            except (ValueError, KeyError, TypeError):
+                if not isinstance(number, int) or number < 0 or _hash(key) < 0:
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise InputError(f"{self.folder / LOG} is damaged at byte {place}; cut it there to go on") from None
             self._note(number, -1 if status == ERROR and retry_errors else place, key)
             kept = place + len(line)
