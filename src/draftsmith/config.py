@@ -146,7 +146,7 @@ class Config(Section):
     data: DataSection
     features: Literal["online", "memory", "disk"] = Field(
         "online",
-        description="where later epochs find features: `online` (computed again), `memory` or `disk` (kept), see data.md",
+        description="where later epochs find features: `online` (computed again), `memory`, `disk`; see data.md",
     )
     store: StoreSection = StoreSection()
     drafter: DrafterSection = DrafterSection()
