@@ -79,7 +79,7 @@ class DrafterSection(Section):
     intermediate_size: PositiveInt | None = Field(None, description="MLP width; default: the target's")
     sliding_window: PositiveInt | None = Field(None, description="window of the sliding layers")
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
-        None, description="kind of each layer; default: all full"
+        None, description="`full_attention` or `sliding_attention` for each layer; default: all full"
     )
     attention: Literal["auto", "blockwise", "flex"] = Field(
         "auto", description="how training attends; flex: compiled, CUDA only; auto: flex on CUDA, else blockwise"
@@ -93,12 +93,16 @@ class TrainSection(Section):
     steps: PositiveInt | None = Field(None, description="optimizer steps; default: as many as `epochs` takes")
     epochs: PositiveInt = Field(6, description="passes over the data, if `steps` is not given")
     rows_per_step: PositiveInt = Field(8, description="rows of one optimizer step, over all replicas")
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="muon: matrices by Muon, the rest by AdamW")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="`adamw`, or `muon`: matrices by Muon, the rest by AdamW"
+    )
     lr: Annotated[float, Field(gt=0)] = Field(6e-4, description="peak learning rate of AdamW")
     matrix_lr: Annotated[float, Field(gt=0)] = Field(5e-3, description="peak learning rate of Muon's matrices")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of matrices, decoupled")
     warmup: Probability = Field(0.04, description="share of the steps with a rising learning rate")
-    schedule: Literal["cosine", "wsd", "constant"] = Field("cosine", description="course of the learning rate")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="course of the learning rate: `cosine`, `wsd` or `constant`"
+    )
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="limit of the gradient norm")
     gamma: Annotated[float, Field(gt=0)] | None = Field(
         None, description="slots weigh exp(-(k-1)/gamma); default: 7, 5, 4 for B = 16, 10, 8"
@@ -134,12 +138,15 @@ class Config(Section):
 
     run: RunSection
     seed: int = Field(0, ge=0, lt=2**63, description="anchors, order of documents, random weights")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="kind of device to use")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="kind of device to use: `auto` (CUDA if there is any), `cpu` or `cuda`"
+    )
     topology: str | Devices = Field("auto", description="T+D, `auto`, or lists {target: [...], drafter: [...]}")
     target: TargetSection
     data: DataSection
     features: Literal["online", "memory", "disk"] = Field(
-        "online", description="whether later epochs ask the target again, or find its features kept"
+        "online",
+        description="where later epochs find features: `online` (computed again), `memory`, `disk`; see data.md",
     )
     store: StoreSection = StoreSection()
     drafter: DrafterSection = DrafterSection()

@@ -18,17 +18,14 @@ import torch
 from draftsmith import cli
 from draftsmith.compile import cache, carry, private
 from draftsmith.compile.cache import (
-    JOURNAL,
     UNKNOWN,
     CacheError,
     CompilerCache,
-    Stamp,
-    append_stamps,
-    read_stamps,
     survey,
 )
-from draftsmith.compile.damage import content_name, find_damage, find_unreadable, named_by
+from draftsmith.compile.damage import JOURNAL, content_name, find_damage, find_unreadable, named_by
 from draftsmith.compile.guard import Compiled, Guard, process_guard
+from draftsmith.compile.journal import Stamp, append_stamps, read_stamps
 
 # 1,000 bytes, the last 64 of them the table of one section
 LIBRARY = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 936).ljust(18, b"\0") + struct.pack("<2H", 64, 1)

@@ -5,7 +5,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -218,3 +218,56 @@ def test_asynchronous_exceptions_while_waiting_leave_nothing_behind() -> None:
         assert not gate._shared_queue
         with gate.exclusive("afterwards"):
             pass
+
+
+def test_a_dead_thread_whose_generator_stands_still_inside_has_left() -> None:
+    gate, kept = Gate(3), []
+
+    def inside() -> Iterator[None]:
+        with gate.mine():
+            yield
+
+    def body() -> None:
+        kept.append(inside())
+        next(kept[0])
+
+    join(start(body))
+    assert gate.inside() == []
+    with gate.exclusive("after it"):
+        pass
+
+
+def test_a_place_is_refused_to_other_threads() -> None:
+    gate, errors = Gate(3), []
+    mine = gate.mine()
+
+    def body() -> None:
+        try:
+            mine.__enter__()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with gate.exclusive("tracing"):
+        join(start(body))
+    assert errors == ["this place is thread 'MainThread''s own; ask for one in each thread"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_other_threads_are_forgotten(alone: bool) -> None:
+    """As in a forked child: also who had the gate's own lock, which no thread of the child gives back."""
+    gate, inside, done = Gate(3), threading.Event(), threading.Event()
+
+    def body() -> None:
+        with gate.exclusive("tracing") if alone else gate.mine(), gate._changed:
+            inside.set()
+            done.wait(20)
+
+    threads = start(body)
+    assert inside.wait(10)
+    changed = gate._changed
+    assert gate.forget_other_threads() == alone
+    with gate.exclusive("the child's"), gate.mine():
+        assert gate.inside() == ["MainThread"]
+    gate._changed = changed
+    done.set()
+    join(threads)

@@ -261,3 +261,15 @@ def test_more_meetings_than_are_kept_are_counted(monkeypatch: pytest.MonkeyPatch
     assert len(recorder.meetings) == 1
     assert sum(recorder.meetings.values()) + recorder.dropped == 6
     assert f"{recorder.dropped} meetings more" in recorder.report()
+
+
+def test_a_hunt_that_cannot_be_installed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.fx.Tracer.trace
+
+    def refuse(met: Callable[[], None]) -> Callable[[], None]:
+        raise private.UnsupportedTorch("another version")
+
+    monkeypatch.setattr(private, "watch_question", refuse)
+    with pytest.raises(private.UnsupportedTorch):
+        hunt.install()
+    assert torch.fx.Tracer.trace is before

@@ -36,6 +36,8 @@ def _doctor(options: argparse.Namespace) -> int:
         raise ConfigError(f"{'--hunt' if options.hunt else '--set'} needs a CONFIG; name one")
     if options.json is not None and not options.json.parent.is_dir():
         raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
+    if options.json is not None and options.json.is_dir():
+        raise ConfigError(f"--json {options.json} is a folder; name a file")
     config = load_config(options.config, options.set) if options.config else None
     from draftsmith.doctor.report import examine_and_show
 

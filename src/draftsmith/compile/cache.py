@@ -5,7 +5,6 @@ Processes that share the directory take `<directory>.lock`: shared to compile, a
 """
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -13,16 +12,23 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from draftsmith.compile import private
-from draftsmith.compile.damage import ENTRY_FOLDERS, files_below, find_damage, find_unreadable, named_by
+from draftsmith.compile.damage import (
+    ENTRY_FOLDERS,
+    files_below,
+    find_damage,
+    find_unreadable,
+    foreign_paths,
+    named_by,
+)
+from draftsmith.compile.journal import Stamp, append_stamps, read_stamps
 
-JOURNAL = "draftsmith-compilations.jsonl"
 LOCK_WAIT_S = 60.0
 UNKNOWN = "unknown"
 
@@ -32,19 +38,6 @@ T = TypeVar("T")
 
 class CacheError(RuntimeError):
     """The cache cannot be used as asked; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """A line of the journal: a compilation that wrote cache entries."""
-
-    when_s: float  # since the epoch
-    torch: str
-    device: str  # of the machine
-    name: str  # of the function
-    signature: str
-    seconds: float
-    keys: tuple[str, ...]  # of the entries that it was the first to write: "inductor/...", "aot_autograd/..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +109,8 @@ class CompilerCache:
         return True
 
     def _rename(self, directory: Path, evidence: list[str]) -> None:
+        if foreign := foreign_paths(directory):
+            raise CacheError(f"not made by the compiler: {foreign[0]}; give the compiler a directory of its own")
         taken = {path.name for path in damaged_siblings(directory)}
         names = (f"{directory.name}{n or ''}" for n in (".damaged", *(f".damaged-{n}" for n in range(2, 10_000))))
         kept_as = directory.with_name(next(name for name in names if name not in taken))
@@ -189,36 +184,6 @@ def device_name() -> str:
     return cpu
 
 
-def append_stamps(directory: Path, stamps: list[Stamp]) -> None:
-    """One write, so that lines of several processes do not mix. A directory that cannot be written loses them, said."""
-    lines = "".join(json.dumps(asdict(stamp)) + "\n" for stamp in stamps)
-    try:
-        file = os.open(directory / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(file, lines.encode())
-        finally:
-            os.close(file)
-    except OSError as error:
-        log.warning("the journal of the compiler cache cannot be written: %s", error)
-
-
-def read_stamps(directory: Path) -> list[Stamp]:
-    """The journal, oldest line first. Lines that cannot be read are said and left out."""
-    path = directory / JOURNAL
-    if not path.exists():
-        return []
-    stamps, bad = [], 0
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-            stamps.append(Stamp(**(values | {"keys": tuple(values["keys"])})))
-        except (ValueError, TypeError, KeyError):
-            bad += 1
-    if bad:
-        log.warning("%s: %d lines cannot be read and are left out", path, bad)
-    return stamps
-
-
 def entries(directory: Path) -> dict[str, list[Path]]:
     """Files per compiled graph: `type/key`, as in a stamp. A graph that holds for several shapes has several."""
     found: dict[str, list[Path]] = {}
@@ -270,6 +235,7 @@ class Survey:
     damage: tuple[str, ...] = field(repr=False)
     unreadable: tuple[str, ...] = field(repr=False)
     set_aside: tuple[Path, ...]
+    foreign: tuple[Path, ...] = ()  # not the compiler's
 
     @property
     def nbytes(self) -> int:
@@ -283,12 +249,17 @@ class Survey:
 
 
 def survey(directory: Path) -> Survey:
-    """Looks through a cache directory; one that does not exist is empty."""
+    """Looks through a cache directory; one that does not exist is empty.
+
+    Raises:
+        CacheError: it is no directory, or this user may not read it.
+    """
+    require_directory(directory)
     sizes: dict[str, list[int]] = {}
     times = []
     for path in files_below(directory):
         try:
-            status = path.stat()
+            status = path.lstat()
         except FileNotFoundError:  # cleared meanwhile
             continue
         sizes.setdefault(_kind(path.relative_to(directory)), []).append(status.st_size)
@@ -304,7 +275,18 @@ def survey(directory: Path) -> Survey:
         damage=tuple(find_damage(directory)),
         unreadable=tuple(find_unreadable(directory)),
         set_aside=tuple(damaged_siblings(directory)),
+        foreign=tuple(foreign_paths(directory)),
     )
+
+
+def require_directory(directory: Path) -> None:
+    """Raises:
+    CacheError: there is something else, or this user may not read it.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise CacheError(f"{directory} is not a directory; set TORCHINDUCTOR_CACHE_DIR to one")
+    if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
+        raise CacheError(f"{directory} cannot be read; give this user the right, or set TORCHINDUCTOR_CACHE_DIR")
 
 
 def clear(directory: Path) -> None:
@@ -317,7 +299,7 @@ def clear(directory: Path) -> None:
     with held(directory, alone=True):
         places = [directory, *damaged_siblings(directory)]
         found = {place: sorted(place.iterdir()) if place.is_dir() else [] for place in places}
-        if foreign := [path for paths in found.values() for path in paths if not _is_compilers(path)]:
+        if foreign := [path for place in places for path in foreign_paths(place)]:
             names = ", ".join(map(str, foreign[:5]))
             raise CacheError(f"not made by the compiler: {names}; move it away, or delete the cache by hand")
         for place, paths in found.items():
@@ -325,13 +307,6 @@ def clear(directory: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             if place != directory:
                 place.rmdir()
-
-
-def _is_compilers(path: Path) -> bool:
-    if path.is_symlink():
-        return False
-    known = {*ENTRY_FOLDERS, "locks", "triton", "dynamo", "precompiled_headers", "cache", "__pycache__", JOURNAL}
-    return path.name in known or (path.is_dir() and re.fullmatch("[a-z0-9]{2}", path.name) is not None)
 
 
 def _kind(path: Path) -> str:

@@ -11,6 +11,7 @@ seconds of the C++ compiler.
 import json
 import os
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,13 @@ from draftsmith.compile import private
 from draftsmith.compile.cache import (
     UNKNOWN,
     CacheError,
-    Stamp,
-    append_stamps,
     device_name,
     entries,
     held,
-    read_stamps,
+    require_directory,
 )
-from draftsmith.compile.damage import content_name, files_below
+from draftsmith.compile.damage import content_name, files_below, read_whole
+from draftsmith.compile.journal import Stamp, append_stamps, parse_stamp, read_stamps
 
 FORMAT = 1
 
@@ -60,8 +60,9 @@ def pack(file: Path) -> Packed:
     """
     if file.exists():
         raise CacheError(f"{file} exists; choose another name or remove it")
-    private.load_compiler()
     directory = private.cache_directory()
+    require_directory(directory)
+    private.load_compiler()
     with held(directory):
         stamps = read_stamps(directory)
         found = _collect(directory, stamps)
@@ -93,23 +94,24 @@ def unpack(file: Path) -> Packed:
         with zipfile.ZipFile(file) as archive:
             manifest = json.loads(archive.read("manifest.json"))
             artifacts = archive.read("artifacts")
-            stamps = [
-                Stamp(**(line | {"keys": tuple(line["keys"])})) for line in json.loads(archive.read("stamps.json"))
-            ]
+            stamps = [parse_stamp(line) for line in json.loads(archive.read("stamps.json"))]
         if manifest["format"] != FORMAT:
             raise CacheError(f"{file} has format {manifest['format']}, this program reads {FORMAT}; pack it again")
         wrote, devices, count = manifest["torch"], tuple(manifest["devices"]), int(manifest["entries"])
     except OSError as error:
         raise CacheError(f"{file}: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+    except CacheError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise CacheError(f"{file} is not a packed compiler cache, or is damaged ({error}); pack it again") from error
     if wrote != torch.__version__:
         raise CacheError(
             f"{file} was packed by torch {wrote}, this is torch {torch.__version__}, which would use none of it; "
             "pack one with this version"
         )
-    private.load_compiler()
     directory = private.cache_directory()
+    require_directory(directory)
+    private.load_compiler()
     with held(directory):
         directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -142,7 +144,11 @@ def _collect(directory: Path, stamps: list[Stamp]) -> _Found:
             found.other_torch += 1
             continue
         for path in paths:
-            content = path.read_bytes()
+            try:
+                content = read_whole(path)
+            except OSError:
+                found.unreadable += 1
+                continue
             if path.name == content_name(content):
                 found.entries.append((kind, key, content))
                 found.devices.add(writer.device if writer else UNKNOWN)
@@ -151,8 +157,8 @@ def _collect(directory: Path, stamps: list[Stamp]) -> _Found:
     for path in files_below(directory):  # which variant of a Triton kernel was the fastest: xx/hash.best_config
         if path.suffix == ".best_config":
             try:
-                found.entries.append(("autotune", str(path.relative_to(directory)), json.loads(path.read_bytes())))
-            except ValueError:
+                found.entries.append(("autotune", str(path.relative_to(directory)), json.loads(read_whole(path))))
+            except (OSError, ValueError):
                 found.unreadable += 1
     return found
 

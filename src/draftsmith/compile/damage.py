@@ -6,13 +6,16 @@ before it compiles, not only after a failure.
 
 import ast
 import base64
+import errno
 import fcntl
 import hashlib
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+JOURNAL = "draftsmith-compilations.jsonl"  # ours, see cache.py
 GRAPH_MARK = b"# AOT ID:"  # first line of the Python that the compiler writes per graph
 ENTRY_FOLDERS = {"fxgraph": "inductor", "aotautograd": "aot_autograd"}  # folder -> PyTorch's name of such entries
 
@@ -25,11 +28,11 @@ def find_damage(directory: Path) -> list[str]:
     """
     checks = {".so": _library_trouble, ".py": _python_trouble}
     found = []
-    for path in sorted(files_below(directory)):
-        if check := checks.get(path.suffix):
+    for path in sorted(_own_files(directory)):
+        if (check := checks.get(path.suffix)) and path.is_file():
             try:
                 trouble = check(path)
-            except FileNotFoundError:  # cleared meanwhile
+            except OSError:  # cleared meanwhile, or not ours to read, which `find_unreadable` says
                 continue
             if trouble and not _is_being_built(directory, path):
                 found.append(f"{path}: {trouble}")
@@ -37,13 +40,36 @@ def find_damage(directory: Path) -> list[str]:
 
 
 def find_unreadable(directory: Path) -> list[str]:
-    """Cache entries that are not what was written. Harmless: the compiler takes them for absent and writes new ones."""
-    found = []
-    for folder in ENTRY_FOLDERS:
-        for path in sorted(files_below(directory / folder)):
-            if path.name != content_name(path.read_bytes()):
+    """Cache entries that are not what was written, and whatever cannot be read. The compiler takes such entries for
+    absent and writes new ones."""
+    found: list[str] = []
+    for path in sorted(_own_files(directory, lambda error: found.append(f"{error.filename}: {error.strerror}"))):
+        if path.relative_to(directory).parts[0] not in ENTRY_FOLDERS:
+            continue
+        try:
+            if path.name != content_name(read_whole(path)):
                 found.append(f"{path}: is not what was written")
+        except FileNotFoundError:  # cleared meanwhile
+            continue
+        except OSError as error:
+            found.append(f"{path}: {error.strerror}")
     return found
+
+
+def foreign_paths(directory: Path) -> list[Path]:
+    """What stands in a cache directory and is not the compiler's."""
+    return [path for path in sorted(directory.iterdir()) if not _is_compilers(path)] if directory.is_dir() else []
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a regular file; any other would have a reader wait for a writer.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return path.read_bytes()
 
 
 def named_by(error: BaseException, directory: Path) -> list[str]:
@@ -61,10 +87,24 @@ def named_by(error: BaseException, directory: Path) -> list[str]:
     return found
 
 
-def files_below(directory: Path) -> Iterator[Path]:
-    """Every file, whatever disappears meanwhile."""
-    for folder, _, names in os.walk(directory):
+def files_below(directory: Path, failed: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Every file, whatever disappears meanwhile. `failed` hears of folders that cannot be read."""
+    for folder, _, names in os.walk(directory, onerror=failed):
         yield from (Path(folder, name) for name in names)
+
+
+def _own_files(directory: Path, failed: Callable[[OSError], None] | None = None) -> Iterator[Path]:
+    """Files of the compiler's: a directory that others use, too, may hold Python that does not parse."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if _is_compilers(path):
+            yield from files_below(path, failed) if path.is_dir() else [path]
+
+
+def _is_compilers(path: Path) -> bool:
+    if path.is_symlink():
+        return False
+    known = {*ENTRY_FOLDERS, "locks", "triton", "dynamo", "precompiled_headers", "cache", "__pycache__", JOURNAL}
+    return path.name in known or (path.is_dir() and re.fullmatch("[a-z0-9]{2}", path.name) is not None)
 
 
 def content_name(content: bytes) -> str:

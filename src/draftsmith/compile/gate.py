@@ -1,7 +1,7 @@
 """One gate per process between code that may trace and code that must not see it. Pure Python, knows no PyTorch.
 
 Many threads may be inside shared; one may be inside exclusive, with nobody else inside. Entering shared while nobody
-compiles costs two attribute stores and one load.
+compiles costs two attribute stores, one load and a look at the thread's number.
 """
 
 import sys
@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 
 class GateTimeout(RuntimeError):
@@ -21,12 +22,15 @@ class GateTimeout(RuntimeError):
 class Hold:
     """A thread's own place in the gate: a context manager that enters shared. Re-entrant; used by its thread alone."""
 
-    __slots__ = ("__weakref__", "count", "gate", "thread")
+    __slots__ = ("__weakref__", "count", "gate", "ident", "thread")
 
     def __init__(self, gate: "Gate") -> None:
         self.gate, self.count, self.thread = gate, 0, threading.current_thread()
+        self.ident = get_ident()
 
     def __enter__(self) -> None:
+        if get_ident() != self.ident:
+            raise RuntimeError(f"this place is thread {self.thread.name!r}'s own; ask for one in each thread")
         self.count += 1
         writer = self.gate.writer
         if writer is not None and self.count == 1 and writer is not self:
@@ -54,9 +58,9 @@ class Gate:
     - Re-entrant in every combination. A thread that asks for exclusive while inside shared gives its shared place up
       while it waits, so two of them cannot deadlock; it has it back afterwards.
     - Nobody waits longer than `time_limit_s`: `GateTimeout` names who is inside.
-    - A thread that dies inside leaves: its shared place with its thread-local storage, an exclusive one as soon as
-      somebody waits for it. What an asynchronous exception tears off between two bytecodes is bounded by this and by
-      the time limit.
+    - A thread that dies inside leaves as soon as somebody waits for it, and so does every other thread in a forked
+      child (`forget_other_threads`). What an asynchronous exception tears off between two bytecodes is bounded by
+      this and by the time limit.
     Locks: `_changed` guards everything but the counts. A thread writes its own count; only for a thread that waits
     does the leaving exclusive holder write it. Needs the order of stores and loads that the GIL gives.
     """
@@ -125,7 +129,18 @@ class Gate:
         """Names of the threads inside now: those that share, or the one that is alone."""
         with self._changed:
             alone = [self.writer] if self.writer is not None else []
-            return [hold.thread.name for hold in [h for h in self._holds if h.count] or alone]
+            return [hold.thread.name for hold in self._others(None) or alone]
+
+    def forget_other_threads(self) -> bool:
+        """For a forked child, where only the thread that forked lives on. Was one of the others alone inside?"""
+        mine, other_was_alone = getattr(self._local, "hold", None), False
+        self._changed = threading.Condition()  # another thread may have held it
+        self._holds = weakref.WeakSet([mine] if mine is not None else [])
+        self._exclusive_queue.clear()
+        self._shared_queue.clear()
+        if self.writer is not mine:
+            self.writer, other_was_alone = None, self.writer is not None
+        return other_was_alone
 
     def _acquire(self, mine: Hold, what: str) -> None:
         with self._changed:
@@ -157,8 +172,8 @@ class Gate:
         self._shared_queue.clear()
         self.writer = None
 
-    def _others(self, mine: Hold) -> list[Hold]:
-        return [hold for hold in self._holds if hold.count and hold is not mine]
+    def _others(self, mine: Hold | None) -> list[Hold]:
+        return [hold for hold in self._holds if hold.count and hold is not mine and hold.thread.is_alive()]
 
     def _wait(self, ready: Callable[[], bool], blockers: Callable[[], str]) -> None:
         end = time.monotonic() + self.time_limit_s

@@ -16,6 +16,7 @@ Never hold it around `backward()`: recomputation enters the guard from autograd'
 """
 
 import logging
+import os
 import threading
 import time
 import types
@@ -118,7 +119,8 @@ class Guard:
             options: of `torch.compile`, but not `fullgraph`.
 
         Raises:
-            ValueError: the function is compiled already.
+            TypeError: it cannot be called.
+            ValueError: the function is compiled already, or excluded from compilation.
             UnsupportedTorch: the guard does not know this version.
         """
         self.install()
@@ -154,6 +156,12 @@ class Guard:
         """Names of the threads that are inside now."""
         return self._gate.inside()
 
+    def after_fork(self) -> None:
+        """In a forked child: what other threads held is free, and what one of them traced is switched off."""
+        if self._gate.forget_other_threads():
+            private.restore(private.healthy_state())
+            private.free_compile_lock()
+
     def _counted(self) -> None:
         self._count += 1  # callbacks come one at a time, under a lock of PyTorch's
 
@@ -164,11 +172,20 @@ class Compiled:
     A warm call looks its signature up in what is compiled and never traces. If nothing fits, the plain function is
     entered and refuses at its first line; the call is then retried alone, where it may compile. So a recompilation
     that nobody foresaw costs one refused call, and a region that must be compiled never runs as plain Python.
+    Like a function it is the same object in every copy, and a method where it stands in a class.
     """
 
     def __init__(self, guard: Guard, function: Callable[..., Any], limit: int, options: dict[str, Any]) -> None:
         name = getattr(function, "__name__", type(function).__name__)
-        if hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod"):
+        if not callable(function):
+            raise TypeError(f"guard.compile takes a function or a module, not {name}")
+        if getattr(function, "_torchdynamo_disable", False):
+            raise ValueError(f"{name} is excluded from compilation (torch.compiler.disable); give the plain function")
+        if (
+            isinstance(function, Compiled)
+            or hasattr(function, "_torchdynamo_orig_callable")
+            or hasattr(function, "_orig_mod")
+        ):
             raise ValueError(f"{name} is compiled already; give guard.compile the plain function")
         if "fullgraph" in options:
             raise ValueError(f"{name}: fullgraph is always on under the guard; leave it out")
@@ -178,7 +195,13 @@ class Compiled:
         self._warm = private.run_only(self._core)
         self._cold = torch.compile(self._core, fullgraph=True, **{"dynamic": False, **options})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
+        return self
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # inside another compiled function: one graph
             return self._function(*args, **kwargs)
         with self._guard.shared():
@@ -203,7 +226,8 @@ class Compiled:
             except _Missed:
                 raise UncompiledError(
                     f"{self.name} ran uncompiled, which was refused: the compiler is switched off "
-                    "(TORCHDYNAMO_DISABLE, torch.compiler.set_stance) or a tracer is open outside the guard"
+                    "(TORCHDYNAMO_DISABLE, torch.compiler.set_stance), a TorchDispatchMode such as FlopCounterMode is "
+                    "on, or a tracer is open: this thread's, or one outside the guard"
                 ) from None
             except Exception as error:
                 if private.is_limit_error(error):
@@ -272,6 +296,8 @@ def _cache_word(before: dict[str, int], after: dict[str, int]) -> str:
 
 _process = Guard()
 """The guard of this process. Two guards would be none."""
+
+os.register_at_fork(after_in_child=_process.after_fork)
 
 shared, exclusive, compile, install = _process.shared, _process.exclusive, _process.compile, _process.install
 count_compilations, reset = _process.count_compilations, _process.reset

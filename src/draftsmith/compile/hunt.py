@@ -209,7 +209,11 @@ def install() -> Recorder:
     global _installed
     if _installed is None:
         recorder = Recorder()
-        recorder._install()
+        try:
+            recorder._install()
+        except BaseException:
+            recorder.uninstall()
+            raise
         _installed = recorder
     return _installed
 

@@ -143,6 +143,9 @@ class _AloneLock:
                 handler.register_start_callback(self._count)
             self._open.stacks = [*getattr(self._open, "stacks", []), stack.pop_all()]
 
+    def renew(self) -> None:
+        self._own = threading.RLock()  # as PyTorch's
+
     def __exit__(self, *error: Any) -> None:
         self._open.stacks.pop().__exit__(*error)
 
@@ -156,6 +159,15 @@ def compile_alone(exclusive: Callable[[str], AbstractContextManager[None]], star
     if not isinstance(own, _AloneLock):
         with exclusive("installing the compile guard"), own:
             convert_frame.compile_lock = _AloneLock(own, exclusive, started)  # type: ignore[assignment]
+
+
+def free_compile_lock() -> None:
+    """For a forked child: the thread that held the compiler's lock does not live here."""
+    import torch._dynamo.convert_frame as convert_frame
+
+    lock: Any = convert_frame.compile_lock
+    if isinstance(lock, _AloneLock):
+        lock.renew()
 
 
 def version() -> tuple[int, ...]:
@@ -334,10 +346,12 @@ def recompile_limit() -> int:
 
 def cache_directory() -> Path:
     """Where the compiler keeps what it made. Creates nothing."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(os.path.abspath(default_cache_dir() if given is None else given))
+    if given is None:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        given = default_cache_dir()
+    return Path(os.path.abspath(given))
 
 
 def is_backend_error(error: BaseException) -> bool:

@@ -47,6 +47,8 @@ def run_checks(
     """
     state, left_on = private.tracing_state(), hunt.stuck()
     subject = Subject(config, hunt=hunt_run, left_on=tuple(left_on))
+    if config is not None:
+        _refuse_unusable(subject)
     if left_on:
         private.restore(private.healthy_state())
     try:
@@ -54,6 +56,16 @@ def run_checks(
     finally:
         if left_on:
             private.restore(state)
+
+
+def _refuse_unusable(subject: Subject) -> None:
+    """A target that is not there is said before minutes of checks, not after."""
+    try:
+        _ = subject.outline
+    except InputError:
+        raise
+    except Exception:  # noqa: BLE001 - a finding of each check that needs it
+        return
 
 
 def _run(check: Callable[[Subject], Check], subject: Subject, progress: Callable[[str], None]) -> Check:

@@ -15,8 +15,14 @@ SHOWN = 20  # lines of a list that may be long
 
 
 def show_info() -> None:
-    """Directory, files per kind, age, writers, what is broken."""
-    print("\n".join(_info(survey(cache_directory()), time.time())))
+    """Directory, files per kind, age, writers, what is broken.
+
+    Raises:
+        InputError: there is no directory that can be read.
+    """
+    with _said():
+        found = survey(cache_directory())
+    print("\n".join(_info(found, time.time())))
 
 
 def show_pack(file: Path) -> None:
@@ -57,7 +63,8 @@ def show_clear(ask: bool) -> bool:
         ConfigError: there is nobody to ask.
         InputError: another process compiles, or foreign files are there.
     """
-    found = survey(cache_directory())
+    with _said():
+        found = survey(cache_directory())
     if not found.kinds and not found.set_aside:
         print(f"{found.directory} is empty; nothing to delete")
         return True
@@ -97,6 +104,7 @@ def _info(found: Survey, now_s: float) -> list[str]:
     if found.costs:
         lines.append(f"  {_count(len(found.costs), 'signature')} on record, compiled in {found.compile_s:.1f} s")
     lines += _listed("damaged, will be set aside at the next compilation", found.damage)
+    lines += _listed("not made by the compiler, keeps it from being cleared", tuple(map(str, found.foreign)))
     lines += _listed("unreadable, will be compiled anew without ado", found.unreadable)
     lines += [f"  set aside earlier: {path}" for path in found.set_aside]
     return lines
