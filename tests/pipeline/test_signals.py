@@ -102,5 +102,5 @@ def test_a_failing_worker_ends_the_process(write: Callable[..., tuple[Path, Path
     assert time.monotonic() - began < 6
     assert process.returncode == 1
     assert "drafter cpu:1 failed: MemoryError: planted" in out
-    assert err.startswith("draftsmith: MemoryError: planted")
+    assert err.startswith("draftsmith: out of memory (planted)")
     assert (folder / "checkpoints" / "step-2" / "manifest.json").is_file()

@@ -184,7 +184,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
             raise ValueError("it does not say its format")
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, this draftsmith reads {FORMAT!r}")
-        if name == MANIFEST:
+        if name == MANIFEST or "shards" in manifest:
             _check_entries(manifest)
     except (OSError, ValueError) as error:
         raise InputError(
