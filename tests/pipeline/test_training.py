@@ -21,9 +21,10 @@ from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.loss import HeadScaling, block_loss
 from draftsmith.drafter.model import RotaryTable
 from draftsmith.errors import ConfigError
+from draftsmith.files import file_hash
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
-from draftsmith.pipeline.checkpoint import Checkpoints, _checksum
+from draftsmith.pipeline.checkpoint import Checkpoints
 from draftsmith.pipeline.journal import cut_metrics
 from draftsmith.pipeline.prepare import read_corpus
 from draftsmith.pipeline.trainer import Run
@@ -311,7 +312,7 @@ def test_a_state_of_wrong_types_is_damage(demo_config: MakeConfig, change: dict[
     folder = result.folder / "checkpoints" / "step-4"
     state = folder / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | change))
-    sums = json.loads((folder / "manifest.json").read_text()) | {"state.json": _checksum(state)}
+    sums = json.loads((folder / "manifest.json").read_text()) | {"state.json": file_hash(state)}
     (folder / "manifest.json").write_text(json.dumps(sums))
     found = Checkpoints(result.folder / "checkpoints", 3).latest(lambda line: None)
     assert found is not None

@@ -1,7 +1,11 @@
 """Types of command-line arguments: what is out of range is refused while parsing."""
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
+
+from draftsmith.errors import ConfigError
 
 
 def count(text: str) -> int:
@@ -37,3 +41,19 @@ def share_of(most: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def check_json(path: Path | None) -> None:
+    """Before anything is measured: can the figures be written?
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: {path.parent} is not a folder; create it first")
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written; choose another place or change its permissions")

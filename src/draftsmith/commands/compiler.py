@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from draftsmith.commands.arguments import check_json
 from draftsmith.errors import ConfigError
 
 
@@ -34,10 +35,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.config is None and (options.hunt or options.set):
         raise ConfigError(f"{'--hunt' if options.hunt else '--set'} needs a CONFIG; name one")
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ConfigError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
-    if options.json is not None and options.json.is_dir():
-        raise ConfigError(f"--json {options.json} is a folder; name a file")
+    check_json(options.json)
     config = load_config(options.config, options.set) if options.config else None
     from draftsmith.doctor.report import examine_and_show
 

@@ -21,11 +21,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="hub revision of the target")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--form", help="how records are read, instead of finding out for each file")
-    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="the template's switch for thinking")
-    parser.add_argument(
-        "--template-argument", action="append", default=[], metavar="k=v", help="another variable of the template"
-    )
-    parser.add_argument("--template-date", help="what templates that print the date print (YYYY-MM-DD)")
+    _add_template(parser)
     parser.add_argument("--processes", type=count, help="default: as many as cores, one for small data")
     parser.add_argument("--prompts", nargs="+", default=[], metavar="F", help="evaluation prompts to look for")
     parser.add_argument("--drop-contaminated", action="store_true", help="reject conversations that contain one")

@@ -1,11 +1,10 @@
 """`eval` and `generate`."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.commands.arguments import count, whole
+from draftsmith.commands.arguments import check_json, count, whole
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,23 +75,12 @@ def _request(options: argparse.Namespace) -> "Request":
 
 
 def _eval(options: argparse.Namespace) -> int:
-    if options.json is not None:
-        _check_json(options.json)
+    check_json(options.json)
     request = _request(options)
     from draftsmith.report.decoding import evaluate_and_show
 
     evaluate_and_show(request, options.prompts, options.baseline, options.limit, options.json)
     return 0
-
-
-def _check_json(path: Path) -> None:
-    """Before anything is measured: can the figures be written?"""
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: {path.parent} is not a folder; create it first")
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder; give the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written; choose another place or change its permissions")
 
 
 def _generate(options: argparse.Namespace) -> int:

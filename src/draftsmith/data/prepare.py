@@ -28,11 +28,11 @@ from draftsmith.data.shards import (
     Shard,
     ShardCounts,
     conversation_starts,
-    file_hash,
     read_manifest,
 )
 from draftsmith.data.sources import Chunk, Source, read_chunks
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.files import file_hash
 
 HASHES_AT_ONCE = 2**23  # 64 MiB: duplicates are counted in as many passes as that takes
 

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from draftsmith.data.hub import MANIFEST, SHARDS
 from draftsmith.data.rendered import Rendered
 from draftsmith.data.template import Document
 from draftsmith.errors import InputError
+from draftsmith.files import file_hash
 
 FORMAT = "draftsmith data 1"
 REJECTS, CONTAMINATION = "rejects.jsonl", "contamination.jsonl"
@@ -225,12 +225,3 @@ def read_prepared(folder: Path, key: str) -> Iterator[Rendered | Reject]:
         if not path.is_file() or file_hash(path) != entry["sha256"]:
             raise InputError(f"data.train: {path} is missing or damaged; run `draftsmith data prepare` again")
         yield from Shard(path).items()
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        digest = sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-        return digest.hexdigest()

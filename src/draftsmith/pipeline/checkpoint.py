@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from draftsmith.drafter.checkpoint import remove_tree, replace_folder
 from draftsmith.errors import InputError
+from draftsmith.files import file_hash
 
 _WHOLE = re.compile(r"step-(\d+)")
 
@@ -59,7 +59,7 @@ class Checkpoints:
         save_file(_contiguous(checkpoint.weights), aside / "drafter.safetensors", metadata={"format": "pt"})
         save_file(_contiguous(checkpoint.optimizer), aside / "optimizer.safetensors", metadata={"format": "pt"})
         (aside / "state.json").write_text(json.dumps(asdict(checkpoint.state), indent=2) + "\n")
-        sums = {item.name: _checksum(item) for item in sorted(aside.iterdir())}
+        sums = {item.name: file_hash(item) for item in sorted(aside.iterdir())}
         (aside / "manifest.json").write_text(json.dumps(sums, indent=2) + "\n")
         replace_folder(aside, final)
         for old in [n for n in self.steps() if n < step][: -(self.keep - 1) or None]:
@@ -92,7 +92,7 @@ def _read(folder: Path) -> Checkpoint:
         if set(sums) != {"drafter.safetensors", "optimizer.safetensors", "state.json"}:
             raise InputError(f"checkpoint {folder} is damaged: its manifest names {sorted(sums)}")
         for name, expected in sums.items():
-            if _checksum(folder / name) != expected:
+            if file_hash(folder / name) != expected:
                 raise InputError(f"checkpoint {folder} is damaged: {name} does not match its checksum")
         state = _STATE.validate_json((folder / "state.json").read_bytes(), strict=True)
         if folder.name != f"step-{state.step}":
@@ -106,14 +106,6 @@ def _read(folder: Path) -> Checkpoint:
 
 
 _STATE = TypeAdapter(TrainState)  # a missing key or a wrong type is a ValueError
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,15 +1,12 @@
 """`draftsmith data prepare` as a person meets it."""
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from draftsmith.data.contamination import PromptIndex
 from draftsmith.data.conversations import find_sources, read_prompts
@@ -20,6 +17,7 @@ from draftsmith.data.template import Renderer
 from draftsmith.decisions import Decision
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.report.console import say
+from draftsmith.report.ticker import Ticker
 from draftsmith.target.load import TargetSpec
 
 PLAIN_EVERY_S = 5.0
@@ -95,29 +93,15 @@ def summary_lines(prepared: Prepared) -> list[str]:
     return lines
 
 
-class _Shown:
-    """A bar on a terminal, a line every few seconds elsewhere."""
+class _Shown(Ticker):
+    """How far preparing is."""
 
     def __init__(self, total_bytes: int) -> None:
         columns = [BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
-        self._bar = Bar(*columns, console=Console()) if sys.stdout.isatty() else None
-        self._task = self._bar.add_task("", total=total_bytes) if self._bar else None
-        self._last = time.monotonic()
+        super().__init__(*columns, every_s=PLAIN_EVERY_S, total=total_bytes)
 
     def __call__(self, progress: Progress) -> None:
         counted = f"{progress.kept} kept, {progress.rejected} rejected"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=progress.read_bytes, description=counted)
-        elif time.monotonic() - self._last > PLAIN_EVERY_S:
-            self._last = time.monotonic()
-            share = progress.read_bytes / max(1, progress.total_bytes)
-            say(f"{share:.0%} of {progress.total_bytes / 1e6:,.0f} MB; {counted}")
-
-    def __enter__(self) -> "_Shown":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        share = progress.read_bytes / max(1, progress.total_bytes)
+        line = f"{share:.0%} of {progress.total_bytes / 1e6:,.0f} MB; {counted}"
+        self.show(line, shown=counted, completed=progress.read_bytes)

@@ -1,7 +1,6 @@
 """`draftsmith data regenerate` as a person meets it."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -9,14 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from draftsmith.data.regenerate.run import Answers, Inputs, Regenerated, regenerate
 from draftsmith.data.regenerate.server import ServerAnswers, ServerSettings
 from draftsmith.data.regenerate.tasks import ERROR, SUCCESS, Outcome, Sampling
 from draftsmith.data.settings import TemplateSettings, parse_values
 from draftsmith.errors import ConfigError
-from draftsmith.report.console import console, say
+from draftsmith.report.console import say
+from draftsmith.report.ticker import Ticker
 
 PLAIN_EVERY_S = 10.0
 SENT = ("model", "messages", "prompt", "tools", "stream")  # of a request, besides what options set
@@ -133,32 +133,16 @@ def parse_fields(given: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-class _Shown:
-    """A counter on a terminal, a line every few seconds elsewhere."""
+class _Shown(Ticker):
+    """How many answers there are."""
 
     def __init__(self) -> None:
         columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-        self._bar = Progress(*columns, console=console) if sys.stdout.isatty() else None
-        self._task = self._bar.add_task("waiting for the first answer") if self._bar else None
-        self._last = time.monotonic()
+        super().__init__(*columns, every_s=PLAIN_EVERY_S, description="waiting for the first answer")
         self._success = self._error = self._tokens = 0
 
     def __call__(self, outcome: Outcome) -> None:
         self._success += outcome.status == SUCCESS
         self._error += outcome.status == ERROR
         self._tokens += outcome.tokens
-        line = f"{self._success} answered, {self._error} errors, {self._tokens} tokens"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=line)
-        elif time.monotonic() - self._last > PLAIN_EVERY_S:
-            self._last = time.monotonic()
-            say(line)
-
-    def __enter__(self) -> "_Shown":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.show(f"{self._success} answered, {self._error} errors, {self._tokens} tokens")
