@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 # Read by libraries when they are imported, so set before any of them is.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,6 +19,7 @@ from draftsmith import __version__
 from draftsmith.commands import checkpoints, compiler, data, decode, train
 from draftsmith.commands.signals import INTERRUPTED
 from draftsmith.errors import InputError, explained
+from draftsmith.redaction import without_secrets
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.command(options)
     except InputError as error:
-        print(f"draftsmith: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        _complain(" ".join(str(error).splitlines()))
         return error.exit_code
     except KeyboardInterrupt:  # before or outside training, where there is nothing to save
         print("draftsmith: interrupted", file=sys.stderr)
@@ -45,18 +47,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(error: Exception) -> None:
     """The cause first; where it does not lie in the machine, all that helps to find it."""
     cause = explained(error)
-    print(f"draftsmith: {cause or f'{type(error).__name__}: {error}'}", file=sys.stderr)
+    _complain(cause or f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", []):
-        print(f"draftsmith: {note}", file=sys.stderr)
+        _complain(note)
     if cause is None:
-        traceback.print_exc()
+        print(without_secrets(traceback.format_exc()), file=sys.stderr, end="")
     with suppress(OSError):  # nobody may be left to read it
         sys.stdout.flush()
     sys.stderr.flush()
 
 
+def _complain(message: str) -> None:
+    print(f"draftsmith: {without_secrets(message)}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Arguments are repeated in what is wrong with them, and one may be a key that has no business there."""
+        super().error(without_secrets(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="draftsmith", description="Train and measure DFlash drafters.")
+    parser = _Parser(prog="draftsmith", description="Train and measure DFlash drafters.")
     parser.add_argument("--version", action="version", version=f"draftsmith {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -4,22 +4,28 @@ The text of a field is its documentation. Files may leave out any key that has a
 """
 
 import contextlib
-import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from draftsmith.config_errors import Given, explain, section_in, shortened
 from draftsmith.data.settings import TODAY
 from draftsmith.errors import ConfigError
+from draftsmith.redaction import without_secrets
 
-PositiveInt = Annotated[int, Field(gt=0)]
+MOST = 2**31 - 1  # beyond it a number of rows, tokens or steps overflows somewhere
+MOST_TOKENS, MOST_SLOTS, MOST_WIDTH = 2**20, 2**16, 2**24  # memory is taken for as many at once
+MOST_LAYERS = MOST_THREADS = 1024
+MOST_EPOCHS = 10_000  # the rows of each are counted before training
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+Every = Index = Annotated[int, Field(ge=0, le=MOST)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-
-
+Name = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -30,7 +36,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    dir: str = Field(description="everything the run writes goes here")
+    dir: Name = Field(description="everything the run writes goes here")
 
 
 class Devices(Section):
@@ -39,7 +45,7 @@ class Devices(Section):
 
 
 class TargetSection(Section):
-    model: str = Field(description="folder or hub id of a Hugging Face causal LM; `demo` is the embedded one")
+    model: Name = Field(description="folder or hub id of a Hugging Face causal LM; `demo` is the embedded one")
     revision: str | None = Field(None, description="hub revision (commit, tag or branch)")
     adapter: str | None = Field(None, description="folder or hub id of a LoRA adapter, merged at load")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
@@ -53,7 +59,7 @@ class DataSection(Section):
     thinking: bool | None = Field(None, description="the chat template's switch for thinking; default: left alone")
     template_arguments: dict[str, Any] = Field({}, description="other variables of the chat template")
     template_date: date = Field(TODAY, description="what templates that print the date print")
-    row_tokens: Annotated[int, Field(ge=16)] = Field(
+    row_tokens: Annotated[int, Field(ge=16, le=MOST_TOKENS)] = Field(
         2048, description="token budget of a row; longer documents are cut"
     )
     anchor_density: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -71,12 +77,16 @@ class StoreSection(Section):
 
 
 class DrafterSection(Section):
-    init: str = Field("target", description="`target`, `random`, or a drafter (folder or hub id) to start from")
-    layers: PositiveInt = Field(2, description="draft layers")
-    block_size: Annotated[int, Field(ge=2)] = Field(16, description="B: the anchor and B-1 drafted tokens")
-    taps: list[int] | None = Field(None, description="target layers whose outputs are the features; default: by rule")
-    mask_token: int | None = Field(None, description="id that fills the slots to draft; default: by rule")
-    intermediate_size: PositiveInt | None = Field(None, description="MLP width; default: the target's")
+    init: Name = Field("target", description="`target`, `random`, or a drafter (folder or hub id) to start from")
+    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = Field(2, description="draft layers")
+    block_size: Annotated[int, Field(ge=2, le=MOST_SLOTS)] = Field(
+        16, description="B: the anchor and B-1 drafted tokens"
+    )
+    taps: list[Index] | None = Field(None, description="target layers whose outputs are the features; default: by rule")
+    mask_token: Index | None = Field(None, description="id that fills the slots to draft; default: by rule")
+    intermediate_size: Annotated[int, Field(gt=0, le=MOST_WIDTH)] | None = Field(
+        None, description="MLP width; default: the target's"
+    )
     sliding_window: PositiveInt | None = Field(None, description="window of the sliding layers")
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
         None, description="`full_attention` or `sliding_attention` for each layer; default: all full"
@@ -91,7 +101,9 @@ class DrafterSection(Section):
 
 class TrainSection(Section):
     steps: PositiveInt | None = Field(None, description="optimizer steps; default: as many as `epochs` takes")
-    epochs: PositiveInt = Field(6, description="passes over the data, if `steps` is not given")
+    epochs: Annotated[int, Field(gt=0, le=MOST_EPOCHS)] = Field(
+        6, description="passes over the data, if `steps` is not given"
+    )
     rows_per_step: PositiveInt = Field(8, description="rows of one optimizer step, over all replicas")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="`adamw`, or `muon`: matrices by Muon, the rest by AdamW"
@@ -112,21 +124,23 @@ class TrainSection(Section):
 class PipelineSection(Section):
     channel_mib: PositiveInt = Field(256, description="features waiting for the drafters, at most")
     target_batch_rows: PositiveInt = Field(1, description="rows of one target call; divides rows_per_step")
-    threads: PositiveInt | None = Field(None, description="intra-op threads per worker; default: cores / workers")
+    threads: Annotated[int, Field(gt=0, le=MOST_THREADS)] | None = Field(
+        None, description="intra-op threads per worker; default: cores / workers"
+    )
 
 
 class CheckpointSection(Section):
-    every: Annotated[int, Field(ge=0)] = Field(500, description="steps between checkpoints, 0: only at the end")
+    every: Every = Field(500, description="steps between checkpoints, 0: only at the end")
     keep: PositiveInt = Field(3, description="how many checkpoints to keep")
 
 
 class EvalSection(Section):
-    every: Annotated[int, Field(ge=0)] = Field(500, description="steps between evaluations, 0: never")
+    every: Every = Field(500, description="steps between evaluations, 0: never")
     prompts: Files | None = Field(
         None, description="prompt files; default: hold out the min(64, 5 %) chats with the smallest content hash"
     )
     limit: PositiveInt = Field(64, description="use at most this many prompts")
-    max_new_tokens: Annotated[int, Field(ge=2)] = Field(256, description="per prompt")
+    max_new_tokens: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(256, description="per prompt")
 
 
 class ReportSection(Section):
@@ -163,6 +177,7 @@ class Config(Section):
                 f"pipeline.target_batch_rows {self.pipeline.target_batch_rows} does not divide train.rows_per_step "
                 f"{self.train.rows_per_step}; choose a divisor, so that a resumed run forms the same batches"
             )
+        _check_arguments(self.data.template_arguments)
         drafter = self.drafter
         if drafter.layer_types is not None and len(drafter.layer_types) != drafter.layers:
             raise ConfigError(
@@ -242,10 +257,53 @@ def parse_config(
     data: Mapping[str, Any], source: str, tree: yaml.Node | None = None, overrides: Sequence[str] = ()
 ) -> Config:
     """Checks plain data against the schema; `source`, `tree` and `overrides` are for the message."""
+    given = Given(source, tree, overrides)
     try:
-        return Config.model_validate(_plain(Config, data))
+        config = Config.model_validate(_plain(Config, data))
     except ValidationError as error:
-        raise ConfigError(_explain(_meant(error.errors()), source, tree, overrides)) from None
+        raise ConfigError(explain(error.errors(), Config, given)) from None
+    for path, text in _texts(config.model_dump()):
+        _check_text(path, text, given)
+    return config
+
+
+def _check_text(path: tuple[str, ...], text: str, given: Given) -> None:
+    """Every text of a config ends up in files: it must be one that a file can hold, and everyone may read."""
+    place, dotted = given.place(path), ".".join(path)
+    if "\0" in text or text != text.encode("utf-8", "ignore").decode():
+        raise ConfigError(f"{place}: {dotted} holds a NUL or half a surrogate pair, which no file can hold; remove it")
+    if without_secrets(text) != text:
+        raise ConfigError(
+            f"{place}: {dotted} holds a secret, which the run would write down; leave it out (for the hub, log in with "
+            "`hf auth login` or set HF_TOKEN)"
+        )
+
+
+def _texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """All strings of a config with their paths, keys that a user chose among them."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from ((path, text) for _, text in _texts(key))
+            yield from _texts(inner, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _texts(inner, (*path, str(number)))
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """They are saved and compared as JSON."""
+    for name, value in arguments.items():
+        try:
+            same: Any = json.loads(json.dumps(value, allow_nan=False))
+        except (ValueError, TypeError, RecursionError):
+            same = ...
+        if same != value:
+            raise ConfigError(
+                f"data.template_arguments.{shortened(name)} is {shortened(repr(value))}: JSON has no such value; put a "
+                "text into quotes"
+            )
 
 
 def dump_config(config: Config, notes: Sequence[str]) -> str:
@@ -270,10 +328,11 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _apply(data: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise ConfigError(f"--set {override}: write it as --set section.key=value")
+        raise ConfigError(f"--set {shortened(override)}: write it as --set section.key=value")
+    override = shortened(override)
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or number that is none
         raise ConfigError(f"--set {override}: the value is not YAML") from None
     *sections, key = path.split(".")
     for section in sections:
@@ -308,94 +367,10 @@ def _plain(model: type[BaseModel], data: Any) -> Any:
     for name, info in model.model_fields.items():
         if name not in out:
             continue
-        section, value = _section_in(info.annotation), out[name]
+        section, value = section_in(info.annotation), out[name]
         if section is not None:
-            out[name] = _plain(section, {} if value is None else value)
+            out[name] = _plain(section, {} if value is None and info.annotation is section else value)
         elif "float" in str(info.annotation) and isinstance(value, (str, int)) and not isinstance(value, bool):
             with contextlib.suppress(ValueError, OverflowError):  # no such number: the schema says so, with the path
                 out[name] = float(value)
     return out
-
-
-def _meant(errors: Sequence[Any]) -> Any:
-    """The error to show: an unknown key first, as a misspelt one is also missing. A union has errors for each branch,
-    with the branch in `loc`: those of the branch that fits the input count."""
-    fitting = [e for e in errors if e["loc"][:2] != ("topology", "str") or not isinstance(e["input"], Mapping)]
-    first = next((e for e in fitting if e["type"] == "extra_forbidden"), fitting[0])
-    return {**first, "loc": ("topology", *first["loc"][2:])} if first["loc"][:1] == ("topology",) else first
-
-
-def _explain(error: Any, source: str, tree: yaml.Node | None, overrides: Sequence[str]) -> str:
-    if error["type"] == "value_error":  # a contradiction, which names its key first
-        message = str(error["ctx"]["error"])
-        return f"{_place(message.split()[0].split('.'), source, tree, overrides)}: {message}"
-    path = [str(part) for part in error["loc"]]
-    dotted = ".".join(path)
-    if error["type"] == "missing":
-        return f"{source}: {dotted} is missing; add it"
-    place = _place(path, source, tree, overrides)
-    if error["type"] == "extra_forbidden":
-        return f"{place}: unknown key {dotted}; {_hint(path)}"
-    if error["type"] == "invalid_key":
-        return f"{source}: unknown key {error['input']!r}; keys are words, put quotes around a key like on or yes"
-    if error["type"] == "model_type":
-        return f"{place}: {dotted} is {error['input']!r}: expected keys below it, like {dotted}.{_keys_at(path)[0]}"
-    return f"{place}: {dotted} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def _place(path: Sequence[str], source: str, tree: yaml.Node | None, overrides: Sequence[str]) -> str:
-    """Where the value at `path` was given: the last `--set` that touches it, or the file's line."""
-    for override in reversed(overrides):
-        key = override.partition("=")[0].split(".")
-        if key == list(path[: len(key)]) or (list(path) == key[: len(path)] and _line(tree, path) is None):
-            return f"--set {override}"
-    line = _line(tree, path)
-    return f"{source}:{line}" if line else source
-
-
-def _hint(path: Sequence[str]) -> str:
-    """What to do about an unknown key: the same name in another section, else the nearest one here or anywhere."""
-    every = sorted(_all_keys(Config))
-    same = [key for key in every if key.split(".")[-1] == path[-1]]
-    near = [".".join([*path[:-1], key]) for key in difflib.get_close_matches(path[-1], _keys_at(path[:-1]), 1, 0.5)]
-    found = same or near or difflib.get_close_matches(path[-1], every, 1, 0.6)
-    return f"did you mean {' or '.join(found)}?" if found else "remove it"
-
-
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation is, or has as one branch of a union."""
-    candidates = (annotation, *get_args(annotation))
-    return next((a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)), None)
-
-
-def _keys_at(path: Sequence[str]) -> list[str]:
-    model: type[BaseModel] | None = Config
-    for part in path:
-        info = model.model_fields.get(part) if model else None
-        model = _section_in(info.annotation) if info else None
-    return list(model.model_fields) if model else []
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> set[str]:
-    keys: set[str] = set()
-    for name, info in model.model_fields.items():
-        keys.add(prefix + name)
-        if section := _section_in(info.annotation):
-            keys |= _all_keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def _line(node: yaml.Node | None, path: Sequence[str]) -> int | None:
-    """Line of the key or list item at `path` in the file; None if that does not stand there."""
-    line = None
-    for part in path:
-        if isinstance(node, yaml.MappingNode):
-            pair = next((p for p in node.value if p[0].value == part), None)
-        elif isinstance(node, yaml.SequenceNode) and part.isdigit() and int(part) < len(node.value):
-            pair = (node.value[int(part)],) * 2
-        else:
-            pair = None
-        if pair is None:
-            return None
-        line, node = pair[0].start_mark.line + 1, pair[1]
-    return line

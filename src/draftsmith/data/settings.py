@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from draftsmith.errors import ConfigError
+from draftsmith.redaction import without_secrets
 
 TODAY = date(2026, 1, 1)  # what templates that print the date print: data must not change overnight
 
@@ -51,6 +52,10 @@ def parse_values(option: str, arguments: Sequence[str]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for argument in arguments:
+        if without_secrets(argument) != argument:
+            raise ConfigError(
+                f"{option} {without_secrets(argument)}: a secret here would be written down; leave it out"
+            )
         name, equals, value = argument.partition("=")
         if not (name and equals):
             raise ConfigError(f"{option} {argument}: write it as name=value")

@@ -11,6 +11,7 @@ from rich.console import Console
 from draftsmith.config import Config
 from draftsmith.doctor.check import Check, Verdict
 from draftsmith.doctor.checks import run_checks
+from draftsmith.redaction import without_secrets
 
 COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
@@ -22,7 +23,9 @@ def examine_and_show(config: Config | None, *, hunt: bool, out: Path | None) -> 
         checks = run_checks(config, hunt_run=hunt, progress=status.update)
     for check in checks:
         console.print(f"[{COLOURS[check.verdict]}]{check.verdict:<8}[/]", end="", highlight=False)
-        console.print(text(check, min(console.width, 120)), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            without_secrets(text(check, min(console.width, 120))), markup=False, highlight=False, soft_wrap=True
+        )
     console.print(summary(checks), markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         out.write_text(to_json(checks), encoding="utf-8")
@@ -48,5 +51,6 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def to_json(checks: Sequence[Check]) -> str:
-    """`{"checks": [{"name", "verdict", "evidence", "remedy"}]}`."""
-    return json.dumps({"checks": [check.to_json() for check in checks]}, indent=2) + "\n"
+    """`{"checks": [{"name", "verdict", "evidence", "remedy"}]}`, without secrets."""
+    found = [{key: without_secrets(said) for key, said in check.to_json().items()} for check in checks]
+    return json.dumps({"checks": found}, indent=2) + "\n"

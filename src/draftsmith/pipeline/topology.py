@@ -59,9 +59,12 @@ def choose_topology(wanted: str | Mapping[str, Sequence[str]], device: str, cuda
         targets = max(1, cuda_devices // 4)
         reason = f"rule of thumb for {cuda_devices} GPUs: a quarter runs the target; large targets want more"
         return Decision("topology", _numbered(targets, cuda_devices - targets, "cuda"), reason)
-    match = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", wanted)
+    match = re.fullmatch(r"([1-9][0-9]{0,2})\+([1-9][0-9]{0,2})", wanted)
     if not match:
-        raise ConfigError(f"topology is {wanted!r}: give T+D (like 5+3), auto, or lists of target and drafter devices")
+        raise ConfigError(
+            f"topology is {wanted[:40]!r}: give T+D (like 5+3, each below 1000), auto, or lists of target and drafter "
+            "devices"
+        )
     targets, drafters = int(match[1]), int(match[2])
     if device == "cuda" and (targets, drafters, cuda_devices) == (1, 1, 1):
         topology = Topology(("cuda:0",), ("cuda:0",))
@@ -83,9 +86,9 @@ def _check_names(topology: Topology, device: str, cuda_devices: int) -> None:
         if len(set(names)) < len(names):
             raise ConfigError(f"topology.{role} names a device twice: {', '.join(names)}")
         for name in names:
-            match = re.fullmatch(r"(cpu|cuda):(\d+)", name)
+            match = re.fullmatch(r"(cpu|cuda):([0-9]{1,4})", name)
             if not match or match[1] != device:
-                raise ConfigError(f"topology.{role} has {name!r}, expected {device}:0, {device}:1, ...")
+                raise ConfigError(f"topology.{role} has {name[:40]!r}, expected {device}:0, {device}:1, ...")
             if match[1] == "cuda" and int(match[2]) >= cuda_devices:
                 raise ConfigError(f"topology.{role} has {name}, but this machine has {cuda_devices} CUDA device(s)")
 

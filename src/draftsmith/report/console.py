@@ -2,9 +2,11 @@
 
 from rich.console import Console
 
+from draftsmith.redaction import without_secrets
+
 console = Console()
 
 
 def say(line: str) -> None:
-    """One plain line."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    """One plain line, without secrets."""
+    console.print(without_secrets(line), markup=False, highlight=False, soft_wrap=True)

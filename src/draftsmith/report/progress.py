@@ -15,6 +15,7 @@ from rich.text import Text
 
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.channel import ChannelStatistics
+from draftsmith.redaction import without_secrets
 
 PLAIN_EVERY_S = 5.0
 
@@ -57,7 +58,7 @@ class PlainDisplay:
         )
 
     def log(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(without_secrets(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -79,7 +80,7 @@ class LiveDisplay:
         self._live.update(self._render(record, self._pace.left_s(record)))
 
     def log(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._live.console.print(without_secrets(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -12,6 +12,7 @@ from typing import Any
 
 from draftsmith.data.regenerate.tasks import ERROR, SUCCESS, Outcome, Task
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.redaction import without_secrets
 
 SETTINGS, LOG, ANSWERS, REJECTS = "settings.json", "outcomes.log", "answers.jsonl", "rejects.jsonl"
 _MAY_DIFFER = ("servers", "batch_size")  # they say how answers are made, not which
@@ -60,8 +61,9 @@ class Record:
         return True
 
     def add(self, outcome: Outcome) -> None:
-        """Keeps an outcome."""
-        line = json.dumps(asdict(outcome), ensure_ascii=False).encode() + b"\n"
+        """Keeps an outcome, with no secrets in its reason: servers may repeat what they were sent."""
+        kept = asdict(outcome) | {"reason": without_secrets(outcome.reason)}
+        line = json.dumps(kept, ensure_ascii=False).encode() + b"\n"
         place = self._log.seek(0, os.SEEK_END)
         self._log.write(line)
         self._log.flush()

@@ -14,6 +14,7 @@ import tenacity
 
 from draftsmith.data.regenerate.tasks import Answer, Context, Failed, Outcome, Sampling, Task, dialogue, failed
 from draftsmith.errors import ConfigError, InputError, StoppedError
+from draftsmith.redaction import without_secrets
 
 MAX_BODY_BYTES = 64 * 2**20
 CONNECT_S = 10.0
@@ -215,15 +216,16 @@ class ServerAnswers:
             raise _Again(f"{_shown(url)}: {type(error).__name__}: {error}") from None
         text = data.decode("utf-8", "replace")
         if response.status_code != 200:
-            self._refuse(url, response, " ".join(text.split())[:300])
+            self._refuse(url, response, self._without_key(" ".join(text.split()))[:300])
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise _Again(f"{_shown(url)} sends no JSON: {' '.join(text.split())[:80]!r}") from None
+            said = self._without_key(" ".join(text.split()))[:80]  # in this order: half a key would not be known
+            raise _Again(f"{_shown(url)} sends no JSON: {said!r}") from None
 
     def _refuse(self, url: str, response: httpx2.Response, text: str) -> None:
         status = response.status_code
-        said = self._without_key(f"{_shown(url)} answers {status}: {text}")
+        said = f"{_shown(url)} answers {status}: {text}"
         if status in FATAL:
             raise InputError(f"{said}; check --server, --model and the API key, then run the same command again")
         if status in NOT_RETRIED:
@@ -244,7 +246,8 @@ class ServerAnswers:
             ) from None
 
     def _without_key(self, text: str) -> str:
-        return text.replace(self.settings.api_key, "<api key>") if self.settings.api_key else text
+        key = self.settings.api_key
+        return without_secrets(text.replace(key, "<api key>") if key else text)
 
 
 def _results(done: Iterable[Future[Outcome]]) -> Iterator[Outcome]:
