@@ -238,7 +238,7 @@ def check_target_speed(report: Report, job: Job) -> None:
 
 
 def check_decoding(report: Report, job: Job, run: Run) -> None:
-    drafter = run.drafters[0].drafter.eval()
+    drafter = next(iter(run.drafters.values())).drafter.eval()
     result = evaluate(job.target, drafter, job.prompts[:10], 96)
     report.compare("prompts that differ from plain decoding other than at ties", float(not result.main.lossless), 0)
     report.note("τ after a few steps", result.main.tau, "tokens per round")

@@ -77,7 +77,7 @@ def make_run(job: Job, folder: str, channel: Channel[Features] | None = None) ->
     run.journal.listeners.append(steps)
     if channel is not None:
         run.channel = channel
-        for worker in run.drafters:
+        for worker in run.drafters.values():
             worker.channel = channel
     return run, steps
 
@@ -90,7 +90,7 @@ def target_alone(job: Job, folder: str) -> tuple[float, list[Features]]:
     consumer = threading.Thread(target=lambda: features.extend(run.channel.take(n) for n in range(rows)))
     consumer.start()
     began = time.perf_counter()
-    run.targets[0].run()
+    next(iter(run.targets.values())).run()
     seconds = time.perf_counter() - began
     consumer.join()
     return rows / seconds, features
@@ -103,7 +103,7 @@ def drafter_alone(job: Job, folder: str, features: list[Features]) -> float:
         channel.reserve(item.row.index, item.nbytes)
         channel.put(item.row.index, item)
     run, steps = make_run(job, folder, channel)
-    run.drafters[0].run(1, run.journal.record, run.stop)
+    next(iter(run.drafters.values())).run(1, run.journal.record, run.stop)
     return steps.rows_per_s(job.config.train.rows_per_step)
 
 

@@ -23,7 +23,8 @@ MOST_TOKENS, MOST_SLOTS, MOST_WIDTH = 2**20, 2**16, 2**24  # memory is taken for
 MOST_LAYERS = MOST_THREADS = 1024
 MOST_EPOCHS = 10_000  # the rows of each are counted before training
 PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
-Every = Index = Annotated[int, Field(ge=0, le=MOST)]
+Every = Annotated[int, Field(ge=0, le=MOST)]
+Index = Annotated[int, Field(ge=0, le=MOST)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -116,6 +117,9 @@ class TrainSection(Section):
         "cosine", description="course of the learning rate: `cosine`, `wsd` or `constant`"
     )
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="limit of the gradient norm")
+    max_bad_rows: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        64, description="rows that may be left out because features, loss or gradient are not finite"
+    )
     gamma: Annotated[float, Field(gt=0)] | None = Field(
         None, description="slots weigh exp(-(k-1)/gamma); default: 7, 5, 4 for B = 16, 10, 8"
     )
@@ -127,6 +131,7 @@ class PipelineSection(Section):
     threads: Annotated[int, Field(gt=0, le=MOST_THREADS)] | None = Field(
         None, description="intra-op threads per worker; default: cores / workers"
     )
+    stall_s: PositiveInt = Field(1200, description="seconds without progress of a worker that end the run")
 
 
 class CheckpointSection(Section):

@@ -46,7 +46,7 @@ class ConfigError(InputError):
 def explained(error: BaseException) -> str | None:
     """One line for an error whose cause lies in the machine (disk, permissions, memory). None for any other."""
     text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or "allocate memory" in text or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return f"out of memory ({text or 'no further details'}); ask for less at once, or use a larger machine"
     if isinstance(error, BrokenPipeError):
         return "the program that read the output has ended"
@@ -54,6 +54,16 @@ def explained(error: BaseException) -> str | None:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}; {_REMEDIES[error.errno]}"
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of the host or of a device did not suffice, as Python, PyTorch or CUDA say it."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "allocate memory" in str(error)
+        or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    )
 
 
 @contextmanager

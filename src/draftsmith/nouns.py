@@ -39,10 +39,14 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Features:
-    """A row with the target's hidden states at the tapped layers, concatenated: `hidden_TF`."""
+    """A row with the target's hidden states at the tapped layers, concatenated: `hidden_TF`.
+
+    `bad` says why the row cannot be learned from; `hidden_TF` is empty then.
+    """
 
     row: Row
     hidden_TF: Tensor
+    bad: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +73,18 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepRecord:
-    """One optimizer step, as it is written to `metrics.jsonl`. `loss` is nats per weighted label over all replicas."""
+    """One optimizer step, as it is written to `metrics.jsonl`. `loss` is nats per weighted label over all replicas.
+
+    A step whose gradient is not finite, or that has no label at all, moves no weight: its `lr` is 0, and what is not
+    finite is None.
+    """
 
     step: int
-    loss: float
+    loss: float | None
     lr: float
-    grad_norm: float
+    grad_norm: float | None
     rows: int
+    skipped_rows: int  # of these, left out: see bad-rows.jsonl
     tokens: int
     anchors: int
     accuracy_per_slot: tuple[float, ...]  # slots 1..B-1, teacher forced: not an acceptance

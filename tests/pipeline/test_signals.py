@@ -89,9 +89,9 @@ def test_a_failing_worker_ends_the_process(write: Callable[..., tuple[Path, Path
         "from draftsmith.cli import main\n"
         "from draftsmith.pipeline.workers import DrafterWorker\n"
         "forward = DrafterWorker.forward\n"
-        "def failing(self, features):\n"
+        "def failing(self, features, blocks):\n"
         "    if features.row.index == 13: raise MemoryError('planted')\n"
-        "    return forward(self, features)\n"
+        "    return forward(self, features, blocks)\n"
         "DrafterWorker.forward = failing\n"
         f"sys.exit(main(['train', {str(config)!r}]))\n"
     )

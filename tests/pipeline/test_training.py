@@ -25,7 +25,7 @@ from draftsmith.files import file_hash
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints
-from draftsmith.pipeline.journal import cut_metrics
+from draftsmith.pipeline.journal import DivergedError, cut_lines
 from draftsmith.pipeline.prepare import read_corpus
 from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
@@ -97,7 +97,7 @@ def test_training_moves_every_weight_and_lowers_the_loss(demo_config: MakeConfig
 
 def test_replicas_end_with_the_same_bits(demo_config: MakeConfig) -> None:
     _, _, runs = run_training(demo_config(topology="1+2", pipeline__threads=1))
-    first, second = (worker.drafter.state_dict() for worker in runs[0].drafters)
+    first, second = (worker.drafter.state_dict() for worker in runs[0].drafters.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -338,7 +338,7 @@ def test_a_damaged_metrics_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     kept = b'{"step": 1}\n{broken\n{"step": 2}\n'
     path.write_bytes(kept + b'{"step": 3}\n{"step": 4')
-    cut_metrics(path, 2)
+    cut_lines(path, 2)
     assert path.read_bytes() == kept
 
 
@@ -377,14 +377,14 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(
 ) -> None:
     forward = DrafterWorker.forward
 
-    def failing(self: DrafterWorker, features: Any) -> Any:
+    def failing(self: DrafterWorker, features: Any, blocks: Any) -> Any:
         if features.row.index == 9:
-            raise MemoryError("planted")
-        return forward(self, features)
+            raise OSError("planted")
+        return forward(self, features, blocks)
 
     monkeypatch.setattr(DrafterWorker, "forward", failing)
     config = demo_config(train__steps=6, checkpoint__every=2, topology="2+2", pipeline__threads=1)
-    with pytest.raises(MemoryError, match="planted"):
+    with pytest.raises(OSError, match="planted"):
         run_training(config)
     monkeypatch.undo()
     newest = Checkpoints(Path(config.run.dir) / "checkpoints", 3).latest(lambda line: None)
@@ -392,10 +392,19 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(
     assert newest.state.step == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "learning_rate_factor", lambda *a: float("nan"))
-    with pytest.raises(FloatingPointError, match="step 2: loss nan"):
-        run_training(demo_config())
+@pytest.mark.parametrize("checkpoint_every", [0, 1])
+def test_weights_that_are_not_finite_stop_the_run(
+    demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
+) -> None:
+    """They are never saved: nothing could go on from them."""
+    factor = workers.learning_rate_factor
+    monkeypatch.setattr(
+        workers, "learning_rate_factor", lambda s, w, step, n: float("nan") if step == 1 else factor(s, w, step, n)
+    )
+    config = demo_config(checkpoint__every=checkpoint_every)
+    with pytest.raises(DivergedError, match=r"holds NaN or infinite values; the last checkpoint is whole\. Lower"):
+        run_training(config)
+    assert Checkpoints(Path(config.run.dir) / "checkpoints", 3).steps() == ([1] if checkpoint_every else [])
 
 
 def test_two_runs_in_one_directory_are_refused(demo_config: MakeConfig) -> None:

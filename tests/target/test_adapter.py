@@ -121,7 +121,7 @@ def test_training_records_it_and_eval_asks_for_it(
     assert provenance["target_adapter"] == str(adapter)
     assert provenance["target_fingerprint"] == load(base, adapter).fingerprint
     assert f"adapter: {adapter} (set in the config; merged into the target)" in quiet.lines
-    assert runs[0].targets[0].target.spec.adapter == str(adapter)
+    assert next(iter(runs[0].targets.values())).target.spec.adapter == str(adapter)
 
     load_pair(str(base), draft, CPU, str(adapter))
     assert "warning" not in capsys.readouterr().out

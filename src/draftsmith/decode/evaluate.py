@@ -47,9 +47,19 @@ class EvalReport:
         }
 
 
-def decoded_tau(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> float:
+def decoded_tau(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    before_prompt: Callable[[], None] = lambda: None,
+) -> float:
     """τ alone, without a baseline: for watching a run and choosing `best/`."""
-    return tau([speculative_generate(target, drafter, ids, max_new_tokens) for ids in prompts])
+    generations = []
+    for ids in prompts:
+        before_prompt()
+        generations.append(speculative_generate(target, drafter, ids, max_new_tokens))
+    return tau(generations)
 
 
 def evaluate(

@@ -43,6 +43,32 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return weights
 
 
+def split_blocks(blocks: Blocks) -> tuple[Blocks, Blocks]:
+    """The first and the second half of at least two blocks, each with its labels: a loss is the sum of theirs."""
+    size, middle = blocks.tokens_NB.shape[1], len(blocks.anchors) // 2
+    first_L = blocks.learned_L < middle * size
+    return (
+        Blocks(
+            tokens_NB=blocks.tokens_NB[:middle],
+            positions_NB=blocks.positions_NB[:middle],
+            anchors=blocks.anchors[:middle],
+            starts=blocks.starts[:middle],
+            learned_L=blocks.learned_L[first_L],
+            labels_L=blocks.labels_L[first_L],
+            weights_L=blocks.weights_L[first_L],
+        ),
+        Blocks(
+            tokens_NB=blocks.tokens_NB[middle:],
+            positions_NB=blocks.positions_NB[middle:],
+            anchors=blocks.anchors[middle:],
+            starts=blocks.starts[middle:],
+            learned_L=blocks.learned_L[~first_L] - middle * size,
+            labels_L=blocks.labels_L[~first_L],
+            weights_L=blocks.weights_L[~first_L],
+        ),
+    )
+
+
 def make_blocks(row: Row, *, block_size: int, mask_token: int, gamma: float) -> Blocks:
     """The blocks of a row (host memory): tokens shown, positions, and the labels to learn with their weights."""
     slots_NB = row.anchors_N[:, None] + torch.arange(block_size)

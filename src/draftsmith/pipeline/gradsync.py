@@ -11,18 +11,26 @@ from draftsmith.pipeline.transfer import settle
 
 
 class FlatGradients:
-    """Gradients of a replica as views into one buffer, so that a sum over replicas is one addition each."""
+    """Gradients of a replica as views into one buffer, so that a sum over replicas is one addition each.
+
+    `touched` turns True when a backward adds to any of them; who wants to know sets it to False before.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=self.parameters[0].device)
+        self.touched = False
         offset = 0
         for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._touch)  # type: ignore[no-untyped-call]
             parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
 
     def zero(self) -> None:
         self.flat.zero_()
+
+    def _touch(self, parameter: Tensor) -> None:
+        self.touched = True
 
 
 class GradientSync:

@@ -1,21 +1,29 @@
 """What a run leaves behind: metrics, evaluations, checkpoints, the served drafter."""
 
 import json
+from collections import deque
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.drafter.checkpoint import save_drafter
-from draftsmith.drafter.model import Drafter
 from draftsmith.nouns import StepRecord
+from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
-from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job
+from draftsmith.pipeline.workers import DrafterWorker
 from draftsmith.report.card import model_card
 from draftsmith.target.load import stored_dtype
+
+BAD_ROWS = "bad-rows.jsonl"
+
+
+class DivergedError(ArithmeticError):
+    """The drafter's weights are NaN or infinite."""
 
 
 class Listener(Protocol):
@@ -34,9 +42,11 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, job: Job, drafter: Drafter, optimizers: Optimizers, start: TrainState | None
+        self, folder: Path, job: Job, worker: DrafterWorker, bad_rows: BadRows, start: TrainState | None
     ) -> None:
-        self.folder, self.job, self.drafter, self.optimizers = folder, job, drafter, optimizers
+        """`worker` is replica 0."""
+        self.folder, self.job, self.bad_rows, self.clock = folder, job, bad_rows, worker.clock
+        self.drafter, self.optimizers = worker.drafter, worker.optimizers
         self.checkpoints = Checkpoints(folder / "checkpoints", job.config.checkpoint.keep)
         self.listeners: list[Listener] = []
         self.best_tau = start.best_tau if start else None
@@ -44,12 +54,18 @@ class Journal:
         self.last_step = start.step if start else 0
         self.saved_step = start.step if start else None
         self.compiles_after_warmup = 0
-        cut_metrics(folder / "metrics.jsonl", self.last_step)
+        self.recent: deque[StepRecord] = deque(maxlen=10)
+        cut_lines(folder / "metrics.jsonl", self.last_step)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     def record(self, record: StepRecord) -> None:
         """One step has ended on all replicas."""
         self.last_step = record.step
+        self.recent.append(record)
+        for warning in self.bad_rows.settle(record.step):
+            self.log(warning)
+        if record.loss is None:  # not one row could be learned from: is it the rows, or the drafter?
+            self._check_weights()
         if record.compiles_after_warmup and not self.compiles_after_warmup:
             self.log(f"warning: step {record.step} compiled something that the warm-up had not; it may be slow")
         self.compiles_after_warmup = record.compiles_after_warmup
@@ -75,7 +91,9 @@ class Journal:
         self._metrics.close()
 
     def save_checkpoint(self) -> None:
+        """Raises `DivergedError` instead of saving weights that nothing can go on from."""
         job = self.job
+        self._check_weights()
         state = TrainState(
             step=self.last_step,
             steps=job.steps,
@@ -92,6 +110,14 @@ class Journal:
         self.saved_step = self.last_step
         self.log(f"saved {path}")
 
+    def _check_weights(self) -> None:
+        for name, weight in self.drafter.named_parameters():
+            if not weight.isfinite().all():
+                raise DivergedError(
+                    f"after step {self.last_step} {name} holds NaN or infinite values; the last checkpoint is whole. "
+                    "Lower train.lr and train.matrix_lr, or train.clip, and start a new run"
+                )
+
     def _evaluate(self, step: int) -> float | None:
         """Decoded τ on the held-out prompts, if one is due; the best so far is kept, ties go to the later step."""
         config = self.job.config.eval
@@ -100,7 +126,8 @@ class Journal:
         target = self.job.target
         self.log(f"step {step}: decoding {len(self.job.prompts)} prompts to measure τ")
         drafter = self.drafter if self.drafter.fc.weight.device == target.device else deepcopy(self.drafter)
-        tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens)
+        beat = partial(self.clock.beat, f"evaluation at step {step}")
+        tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens, beat)
         if self.best_tau is None or tau >= self.best_tau:
             self.best_tau, self.best_step = tau, step
             self._save_draft("best", tau)
@@ -124,7 +151,7 @@ class Journal:
         )
 
 
-def cut_metrics(path: Path, step: int) -> None:
+def cut_lines(path: Path, step: int) -> None:
     """Keeps the lines up to `step`, byte for byte; later ones belong to steps that will be taken again."""
     if not path.exists():
         return

@@ -1,21 +1,39 @@
 """Worker threads whose outcome is a value: the first failure stops all, is reported first, and nobody hangs."""
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import StoppedError
 
 JOIN_S = 5.0  # how long workers may take to end after one has failed
+POLL_S = 1.0  # between two looks at workers that still run
+
+
+class KilledError(RuntimeError):
+    """A worker was ended by what would end a program, such as SystemExit. Raised on, that would look like success."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Failure:
-    """Which worker failed first, and how."""
+    """Which worker failed first, how, and where every thread of the process was at that moment."""
 
     worker: str
     error: BaseException
+    stacks: Mapping[str, list[str]]
+
+
+def thread_stacks() -> dict[str, list[str]]:
+    """Per thread its frames, outermost first, as `file:line function`: no values, so nothing of the data."""
+    frames = sys._current_frames()
+    return {
+        thread.name: [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frames[thread.ident])]
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    }
 
 
 class Crew:
@@ -24,11 +42,12 @@ class Crew:
     Owner: the main thread, which calls `run` once. Promises: every worker's exception is caught; the first one that is
     not a `StoppedError` is *the* failure; `stop` is then called once, from the failing thread, to wake whoever waits;
     the main thread learns of it at once. Workers that do not end within `JOIN_S` (stuck in native code) are named and
-    abandoned: they are daemons and die with the process.
+    abandoned: they are daemons and die with the process. So are those that `watch`, asked every `POLL_S` seconds while
+    workers run, says have stalled.
     """
 
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self._stop = stop
+    def __init__(self, stop: Callable[[], None], watch: Callable[[], Failure | None] = lambda: None) -> None:
+        self._stop, self._watch = stop, watch
         self._lock = threading.Lock()
         self._ended = threading.Semaphore(0)
         self.failure: Failure | None = None
@@ -49,7 +68,10 @@ class Crew:
         for thread in threads:
             thread.start()
         for _ in threads:
-            self._ended.acquire()  # not join(): the first failure must be seen while others still run
+            while not self._ended.acquire(timeout=POLL_S):  # not join(): a failure must be seen while others still run
+                if (stalled := self._watch()) is not None:
+                    self._fail(stalled)
+                    break
             if self.failure is not None:
                 break
         if self.failure is None:
@@ -69,11 +91,17 @@ class Crew:
         except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001 - the outcome of a thread is a value
-            with self._lock:
-                first = self.failure is None
-                if first:
-                    self.failure = Failure(name, error)
-            if first:
-                self._stop()
+            if not isinstance(error, Exception):
+                cause, error = error, KilledError(f"the thread was ended by {type(error).__name__}")
+                error.__cause__ = cause
+            self._fail(Failure(name, error, thread_stacks()))
         finally:
             self._ended.release()
+
+    def _fail(self, failure: Failure) -> None:
+        with self._lock:
+            first = self.failure is None
+            if first:
+                self.failure = failure
+        if first:
+            self._stop()

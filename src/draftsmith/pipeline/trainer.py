@@ -12,21 +12,25 @@ from draftsmith.compile import guard
 from draftsmith.config import Config, differing_keys, dump_config, load_config
 from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
-from draftsmith.errors import ConfigError, NothingToTrainOnError
+from draftsmith.errors import ConfigError, InputError, NothingToTrainOnError
 from draftsmith.nouns import Features
+from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints
 from draftsmith.pipeline.gradsync import GradientSync
-from draftsmith.pipeline.journal import Journal, Listener
+from draftsmith.pipeline.journal import BAD_ROWS, Journal, Listener, cut_lines
 from draftsmith.pipeline.keeping import check_keeping, open_store
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
-from draftsmith.pipeline.threads import Crew, Failure
+from draftsmith.pipeline.threads import Crew, Failure, thread_stacks
 from draftsmith.pipeline.topology import device_of
 from draftsmith.pipeline.transfer import to_device, worker_stream
 from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
-from draftsmith.pipeline.workers import DrafterWorker, Feed, TargetWorker, TrainSettings
+from draftsmith.pipeline.watch import Watch, WorkerClock
+from draftsmith.pipeline.workers import DrafterWorker, Feed, Meeting, TargetWorker, TrainSettings
+from draftsmith.report.crash import NAME as CRASH_REPORT
+from draftsmith.report.crash import Scene, flight_recorder, write_crash_report
 from draftsmith.report.progress import Gauges
 
 MAY_DIFFER = ("topology", "device", "checkpoint.", "eval.")  # between a run's config and the one it is resumed with
@@ -55,11 +59,13 @@ class Run:
         rows = range(first_step * rows_per_step, job.steps * rows_per_step)
         self.channel: Channel[Features] = Channel(config.pipeline.channel_mib * 2**20, first=rows.start)
         feed = Feed(job.source, self.channel, rows, config.pipeline.target_batch_rows, job.feature_bytes_per_token)
-        self.store = open_store(job.keeping, job.features_identity, lambda line: self.journal.log(line))
-        self.targets = [
-            TargetWorker(job.target.replica(device_of(name)), self.store, feed, self.channel)
+        self.store = open_store(job.keeping, job.features_identity, self.say)
+        self.targets = {
+            f"target {name}": TargetWorker(
+                job.target.replica(device_of(name)), self.store, feed, self.channel, self.say
+            )
             for name in job.topology.target
-        ]
+        }
         self.sync = GradientSync(len(job.topology.drafter))
         settings = TrainSettings(
             first_step=first_step,
@@ -74,10 +80,20 @@ class Run:
         )
         if checkpoint:
             job.drafter.load_state_dict(checkpoint.weights)
-        self.drafters = [
-            self._replica(number, name, settings, checkpoint) for number, name in enumerate(job.topology.drafter)
-        ]
-        self.journal = Journal(folder, job, self.drafters[0].drafter, self.drafters[0].optimizers, start)
+        cut_lines(folder / BAD_ROWS, start.step if start else 0)
+        self.bad_rows = BadRows(folder / BAD_ROWS, config.train.max_bad_rows)
+        self.drafters = {
+            f"drafter {name}": self._replica(number, name, settings, checkpoint)
+            for number, name in enumerate(job.topology.drafter)
+        }
+        first, *_ = self.drafters.values()
+        self.journal = Journal(folder, job, first, self.bad_rows, start)
+        self.clocks: dict[str, WorkerClock] = {n: w.clock for n, w in (self.targets | self.drafters).items()}
+        self.watch = Watch(self.clocks, config.pipeline.stall_s, self.say)
+
+    def say(self, line: str) -> None:
+        """A line for the log, from any thread."""
+        self.journal.log(line)
 
     def _replica(self, number: int, name: str, settings: TrainSettings, checkpoint: Checkpoint | None) -> DrafterWorker:
         job, device = self.job, device_of(name)
@@ -90,27 +106,31 @@ class Run:
             optimizers.load_state(checkpoint.optimizer)
         frozen = (to_device(job.target.embedding_VH, device), to_device(job.target.head_VH, device))
         rotary = RotaryTable(drafter.config, job.config.data.row_tokens + drafter.config.block_size, device)
-        return DrafterWorker(number, drafter, optimizers, frozen, rotary, self.channel, self.sync, settings)
+        meeting = Meeting(self.channel, self.sync, self.bad_rows, self.say)
+        return DrafterWorker(number, drafter, optimizers, frozen, rotary, meeting, settings)
 
     def gauges(self) -> Gauges:
         """Busy seconds of every worker and the channel's level, for the display."""
-        workers = [*zip(self.job.topology.target, self.targets, strict=True)]
-        drafters = [*zip(self.job.topology.drafter, self.drafters, strict=True)]
-        busy = {f"target {name}": w.clock.busy_s for name, w in workers}
-        busy |= {f"drafter {name}": w.clock.busy_s for name, w in drafters}
-        return Gauges(busy, self.channel.statistics())
+        return Gauges({name: clock.busy_s for name, clock in self.clocks.items()}, self.channel.statistics())
+
+    def scene(self, failures: Sequence[Failure]) -> Scene:
+        """What the run looks like now, and where its threads were at the first failure, for the crash report."""
+        return Scene(
+            worker=failures[0].worker if failures else "main thread",
+            stacks=failures[0].stacks if failures else thread_stacks(),
+            workers=self.watch.report(),
+            channel=self.channel.statistics(),
+            metrics=list(self.journal.recent),
+            decisions=[str(decision) for decision in self.job.decisions],
+        )
 
     def run(self, on_failure: Callable[[Failure], None]) -> None:
         """Runs all workers to the end, to a stop request, or to the first failure (raised)."""
         guard.install()
-        crew = Crew(self._release)
-        replicas = len(self.drafters)
-        bodies: list[tuple[str, Callable[[], None]]] = [
-            (f"target {name}", worker.run) for name, worker in zip(self.job.topology.target, self.targets, strict=True)
-        ]
-        for name, worker in zip(self.job.topology.drafter, self.drafters, strict=True):
-            bodies.append((f"drafter {name}", self._drafter_body(worker, replicas)))
-        crew.run(bodies, on_failure)
+        crew = Crew(self._release, self.watch.look)
+        bodies: dict[str, Callable[[], None]] = {name: worker.run for name, worker in self.targets.items()}
+        bodies |= {name: self._drafter_body(worker, len(self.drafters)) for name, worker in self.drafters.items()}
+        crew.run(list(bodies.items()), on_failure)
         self.store.close()
 
     def _drafter_body(self, worker: DrafterWorker, replicas: int) -> Callable[[], None]:
@@ -170,6 +190,10 @@ def train(
             except NothingToTrainOnError as error:
                 write_rejects(folder, error.rejects)
                 raise
+            except Exception as error:
+                if not isinstance(error, InputError):
+                    log(write_crash_report(folder, config, error, None))
+                raise
         check_capacity(config, job.feature_bytes_per_token)
         check_keeping(job.keeping, job.features_identity, this_machine())
         check_fingerprint(job, checkpoint)
@@ -190,11 +214,15 @@ def execute(
     if run.store.summary:
         journal.log(run.store.summary)
 
+    failures: list[Failure] = []
+
     def on_failure(failure: Failure) -> None:
+        failures.append(failure)
         journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
 
-    run.run(on_failure)
-    journal.finish()
+    with flight_recorder(folder, job.config, lambda: run.scene(failures), journal.log):
+        run.run(on_failure)
+        journal.finish()
     return RunResult(
         folder=folder,
         step=journal.last_step,
@@ -214,7 +242,7 @@ def locked(folder: Path, resume: bool) -> Iterator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir {folder} is a file; choose another name")
-    if not resume and folder.is_dir() and any(item.name != ".lock" for item in folder.iterdir()):
+    if not resume and folder.is_dir() and any(item.name not in (".lock", CRASH_REPORT) for item in folder.iterdir()):
         raise ConfigError(f"run.dir {folder} is not empty; use --resume to go on, or choose another run.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,13 @@ def worker_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
+def release_memory(device: torch.device) -> None:
+    """After memory ran out: gives cached blocks of the device back, so that smaller ones can be made of them."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
 def settle(device: torch.device) -> None:
     """Waits until what this thread queued on `device` is done, so that another thread's stream may read it."""
     if device.type == "cuda":

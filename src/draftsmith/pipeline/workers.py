@@ -1,8 +1,9 @@
 """The two bodies that run in threads: a target worker makes features, a drafter worker trains on them."""
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,25 +16,17 @@ from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.loss import LossSum, block_loss
 from draftsmith.drafter.model import Drafter, RotaryTable
 from draftsmith.nouns import Blocks, Features, Row, StepRecord
+from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.gradsync import FlatGradients, GradientSync, clip_coefficient
 from draftsmith.pipeline.optim import Optimizers, learning_rate_factor
+from draftsmith.pipeline.rescue import Portions, check_finite, in_halves
 from draftsmith.pipeline.store import FeatureStore
 from draftsmith.pipeline.transfer import blocks_to, settle, to_device, worker_stream
+from draftsmith.pipeline.watch import WorkerClock
 from draftsmith.target.load import Target
 
-
-class BusyClock:
-    """How long a worker has worked, for the busy share. Written by its worker, read by anybody."""
-
-    def __init__(self) -> None:
-        self.busy_s = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.busy_s += time.perf_counter() - began
+Say = Callable[[str], None]
 
 
 class Feed:
@@ -66,9 +59,9 @@ class Feed:
 class TargetWorker:
     """One replica of the target: claims rows, finds their features in the store or computes them, hands them in."""
 
-    def __init__(self, target: Target, store: FeatureStore, feed: Feed, channel: Channel[Features]) -> None:
-        self.target, self.store, self.feed, self.channel = target, store, feed, channel
-        self.clock = BusyClock()
+    def __init__(self, target: Target, store: FeatureStore, feed: Feed, channel: Channel[Features], say: Say) -> None:
+        self.target, self.store, self.feed, self.channel, self.say = target, store, feed, channel, say
+        self.clock = WorkerClock()
 
     def run(self) -> None:
         with worker_stream(self.target.device):
@@ -76,21 +69,34 @@ class TargetWorker:
 
     def _run(self) -> None:
         while batch := self.feed.claim():
-            with self.clock.busy():
+            with self.clock.busy(f"features of rows {batch[0].index} to {batch[-1].index}"):
                 hidden = iter(self._hidden(batch))
-                features = [Features(row, torch.cat([next(hidden) for _ in row.spans])) for row in batch]
+                features = [_joined(row, [next(hidden) for _ in row.spans]) for row in batch]
                 settle(self.target.device)
             for item in features:
                 self.channel.put(item.row.index, item)
 
-    def _hidden(self, batch: list[Row]) -> list[Tensor]:
-        """Features [T_i, F] of every document of the batch."""
+    def _hidden(self, batch: list[Row]) -> Sequence[Tensor | None]:
+        """Features [T_i, F] of every document of the batch, None for one that does not fit into the device's memory."""
         numbers = [span.document for row in batch for span in row.spans]
         kept = self.store.get(numbers)
         if kept is not None:
             return kept
         documents = [row.tokens_T[span.start : span.stop] for row in batch for span in row.spans]
-        return self.store.put(numbers, self.target.features(documents))
+        computed = in_halves(self.target.features, documents, self.target.device, self.say)
+        whole = [hidden for hidden in computed if hidden is not None]
+        return self.store.put(numbers, whole) if len(whole) == len(numbers) else computed
+
+
+def _joined(row: Row, parts: Sequence[Tensor | None]) -> Features:
+    """The row's features from those of its documents."""
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return Features(row, torch.empty(0), bad="its features do not fit into the target's memory")
+    hidden_TF = torch.cat(whole)
+    if not torch.isfinite(hidden_TF.sum(dtype=torch.float32)):  # a sum is finite only if all that is in it is
+        return Features(row, torch.empty(0), bad="its features are not finite")
+    return Features(row, hidden_TF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,16 @@ class TrainSettings:
     compiled_before: int  # compilations of the process until training began
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Meeting:
+    """Where workers meet: the channel, the gradient sum, the record of bad rows, and who is told of trouble."""
+
+    channel: Channel[Features]
+    sync: GradientSync
+    bad_rows: BadRows
+    say: Say
+
+
 @dataclass(eq=False, slots=True)
 class _Totals:
     """Counts of a step on this replica; every field is a sum over labels or rows, so replicas add."""
@@ -118,20 +134,24 @@ class _Totals:
     tokens: int = 0
     anchors: int = 0
     stop: int = 0
+    skipped: int = 0
     correct_B: list[Tensor] = field(default_factory=list)
     count_B: list[Tensor] = field(default_factory=list)
 
-    def add(self, features: Features, blocks: Blocks, loss: LossSum) -> None:
+    def add(self, blocks: Blocks, loss: LossSum) -> None:
         self.loss = self.loss + loss.loss.detach()
         self.weight = self.weight + loss.weight
-        self.tokens += len(features.row.tokens_T)
         self.anchors += len(blocks.anchors)
         self.correct_B.append(loss.correct_B)
         self.count_B.append(loss.count_B)
 
+    def add_row(self, row: Row, bad: str) -> None:
+        self.tokens += 0 if bad else len(row.tokens_T)
+        self.skipped += bool(bad)
+
     def vector(self, device: torch.device) -> Tensor:
-        """[5 + 2B] in float64: sums of counts stay exact."""
-        head = [self.loss, self.weight, self.tokens, self.anchors, self.stop]
+        """[6 + 2B] in float64: sums of counts stay exact."""
+        head = [self.loss, self.weight, self.tokens, self.anchors, self.stop, self.skipped]
         zero = torch.zeros(self.block_size, device=device)
         return torch.cat(
             [
@@ -155,15 +175,15 @@ class DrafterWorker:
         optimizers: Optimizers,
         frozen: tuple[Tensor, Tensor],
         rotary: RotaryTable,
-        channel: Channel[Features],
-        sync: GradientSync,
+        meeting: Meeting,
         settings: TrainSettings,
     ) -> None:
         self.replica, self.drafter, self.optimizers, self.rotary = replica, drafter, optimizers, rotary
         self.embedding_VH, self.head_VH = frozen
-        self.channel, self.sync, self.settings = channel, sync, settings
+        self.channel, self.sync, self.bad_rows, self.say = meeting.channel, meeting.sync, meeting.bad_rows, meeting.say
+        self.settings = settings
         self.gradients = FlatGradients(list(drafter.parameters()))
-        self.clock = BusyClock()
+        self.clock = WorkerClock()
 
     def run(self, replicas: int, record: Callable[[StepRecord], None], stop: threading.Event) -> None:
         """Trains from the first step to the last, or until `stop` is set (all replicas end after the same step)."""
@@ -173,17 +193,25 @@ class DrafterWorker:
             self.gradients.zero()
             for index in self.rows_of(step, replicas):
                 features = self.channel.take(index)
-                with self.clock.busy():
-                    with guard.shared():
-                        blocks, hidden_QH = self.forward(features)
-                        loss = block_loss(hidden_QH, blocks, self.head_VH, self.drafter.config.head_scaling)
-                    loss.loss.backward()  # type: ignore[no-untyped-call]  # enters the guard itself where it must
-                    totals.add(features, blocks, loss)
+                with self.clock.busy(f"row {index} of step {step + 1}"):
+                    portions = Portions(self.blocks_of(features.row), self.gradients, self.say, features.bad)
+                    for blocks in portions:
+                        with portions.attempt(blocks):
+                            with guard.shared():
+                                hidden_QH = self.forward(features, blocks)
+                                loss = block_loss(hidden_QH, blocks, self.head_VH, self.drafter.config.head_scaling)
+                            check_finite(loss)
+                            loss.loss.backward()  # type: ignore[no-untyped-call]  # enters the guard where it must
+                            totals.add(blocks, loss)
+                    totals.add_row(features.row, portions.bad)
+                    if portions.bad:
+                        self.bad_rows.note(step + 1, features.row, portions.bad)
             sums = self.sync.reduce(self.replica, self.gradients, totals.vector(self.head_VH.device))
-            with self.clock.busy(), guard.shared():  # optimizers ask whether somebody compiles, too
+            with self.clock.busy(f"update of step {step + 1}"), guard.shared():  # optimizers ask whether one compiles
                 lr, grad_norm = self.update(step, sums[1])
             if self.replica == 0:
-                record(self.step_record(step, sums, lr, grad_norm, time.perf_counter() - began))
+                with self.clock.aside(f"record of step {step + 1}"):
+                    record(self.step_record(step, sums, lr, grad_norm, time.perf_counter() - began))
             if sums[4] > 0:
                 return
 
@@ -192,48 +220,54 @@ class DrafterWorker:
         first = step * self.settings.rows_per_step
         return range(first + self.replica, first + self.settings.rows_per_step, replicas)
 
-    def forward(self, features: Features) -> tuple[Blocks, Tensor]:
-        """Blocks of the row, and the drafter's outputs for all their slots [Q, H]."""
-        row, device = features.row, self.head_VH.device
-        blocks = make_blocks(
-            row,
-            block_size=self.drafter.config.block_size,
-            mask_token=self.settings.mask_token,
-            gamma=self.settings.gamma,
-        )
-        blocks = blocks_to(blocks, device)
-        features_TF = to_device(features.hidden_TF, device)
-        positions_T = to_device(row.positions_T, device)
-        with autocast(device):
-            hidden_QH = self.drafter(features_TF, positions_T, blocks, self.embedding_VH, self.rotary)
-        return blocks, hidden_QH
+    def blocks_of(self, row: Row) -> Blocks:
+        """What a row asks of the drafter, on its device."""
+        config, settings = self.drafter.config, self.settings
+        blocks = make_blocks(row, block_size=config.block_size, mask_token=settings.mask_token, gamma=settings.gamma)
+        return blocks_to(blocks, self.head_VH.device)
 
-    def update(self, step: int, weight: Tensor) -> tuple[float, Tensor]:
-        """One optimizer step on the mean over all labels of all replicas. Returns learning rate and gradient norm."""
+    def forward(self, features: Features, blocks: Blocks) -> Tensor:
+        """The drafter's outputs for all slots of these blocks of the row, [Q, H]."""
+        device = self.head_VH.device
+        features_TF = to_device(features.hidden_TF, device)
+        positions_T = to_device(features.row.positions_T, device)
+        with autocast(device):
+            hidden_QH: Tensor = self.drafter(features_TF, positions_T, blocks, self.embedding_VH, self.rotary)
+        return hidden_QH
+
+    def update(self, step: int, weight: Tensor) -> tuple[float, float]:
+        """One optimizer step on the mean over all labels of all replicas. Returns learning rate and gradient norm.
+
+        Without a label, or with a gradient that is not finite, the weights and the optimizer stay as they are and the
+        learning rate is 0; every replica finds the same, as all have the same sum.
+        """
         settings, flat = self.settings, self.gradients.flat
         flat.div_(weight.to(flat.dtype))
-        grad_norm = flat.norm()
-        flat.mul_(clip_coefficient(grad_norm, settings.clip))
+        norm = flat.norm()
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            return 0.0, grad_norm
+        flat.mul_(clip_coefficient(norm, settings.clip))
         factor = learning_rate_factor(settings.schedule, settings.warmup, step, settings.steps)
         return self.optimizers.step(factor), grad_norm
 
-    def step_record(self, step: int, sums: Tensor, lr: float, grad_norm: Tensor, step_s: float) -> StepRecord:
+    def step_record(self, step: int, sums: Tensor, lr: float, grad_norm: float, step_s: float) -> StepRecord:
         """The one place where a step's numbers come to the host."""
-        loss, weight, tokens, anchors, _, *per_slot = sums.tolist()
-        norm = float(grad_norm)
-        if not (abs(loss) < float("inf") and norm < float("inf")):
-            raise FloatingPointError(
-                f"step {step + 1}: loss {loss / weight:.4g}, gradient norm {norm:.4g}; the last checkpoint is whole. "
-                "Lower train.lr and train.matrix_lr, or look for damaged rows"
-            )
+        loss, weight, tokens, anchors, _, skipped, *per_slot = sums.tolist()
+        rows = self.settings.rows_per_step
+        moved = math.isfinite(grad_norm)
+        if weight > 0 and not moved:
+            skipped = rows
+            self.bad_rows.note_step(step + 1, self.rows_of(step, 1), f"the gradient's norm is {grad_norm:.4g}")
         size = self.drafter.config.block_size
         slots = zip(per_slot[1:size], per_slot[size + 1 :], strict=True)
         return StepRecord(
             step=step + 1,
-            loss=loss / weight,
+            loss=loss / weight if weight > 0 else None,
             lr=lr,
-            grad_norm=norm,
-            rows=self.settings.rows_per_step,
+            grad_norm=grad_norm if moved else None,
+            rows=rows,
+            skipped_rows=int(skipped),
             tokens=int(tokens),
             anchors=int(anchors),
             accuracy_per_slot=tuple(round(right / max(1.0, count), 4) for right, count in slots),

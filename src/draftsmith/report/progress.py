@@ -53,8 +53,8 @@ class PlainDisplay:
         self._last = now
         measured = f" τ {tau:.3f}" if tau is not None else ""
         self.log(
-            f"step {record.step}/{self._steps} loss {record.loss:.4f}{measured} {record.tokens_per_s:.0f} tokens/s "
-            f"left {_duration(left_s)}"
+            f"step {record.step}/{self._steps} loss {_number(record.loss)}{measured} {record.tokens_per_s:.0f} "
+            f"tokens/s left {_duration(left_s)}"
         )
 
     def log(self, line: str) -> None:
@@ -90,7 +90,7 @@ class LiveDisplay:
         table = Table.grid(padding=(0, 3))
         tau = "not measured yet" if self._tau is None else f"{self._tau:.3f}"
         table.add_row("step", f"{record.step} / {self._steps}", "left", _duration(left_s))
-        table.add_row("loss", f"{record.loss:.4f}", "τ (decoded)", tau)
+        table.add_row("loss", _number(record.loss), "τ (decoded)", tau)
         table.add_row("tokens/s", f"{record.tokens_per_s:,.0f}", "learning rate", f"{record.lr:.2e}")
         channel = gauges.channel
         table.add_row(
@@ -121,7 +121,8 @@ class TensorBoard:
 
     def step(self, record: StepRecord, tau: float | None) -> None:
         for name in ("loss", "lr", "grad_norm", "tokens_per_s"):
-            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+            if (value := getattr(record, name)) is not None:
+                self._writer.add_scalar(f"train/{name}", value, record.step)
         if tau is not None:
             self._writer.add_scalar("eval/tau", tau, record.step)
 
@@ -164,6 +165,10 @@ class _Pace:
         self._seen += 1
         self._seconds += record.step_s
         return self._seconds / self._seen * (self._steps - record.step)
+
+
+def _number(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.4f}"
 
 
 def _duration(seconds: float) -> str:
