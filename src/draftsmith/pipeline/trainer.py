@@ -20,7 +20,7 @@ from draftsmith.pipeline.gradsync import GradientSync
 from draftsmith.pipeline.journal import Journal, Listener
 from draftsmith.pipeline.keeping import check_keeping, open_store
 from draftsmith.pipeline.machine import this_machine
-from draftsmith.pipeline.optim import Optimizers
+from draftsmith.pipeline.optim import Optimizers, load_weights
 from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
 from draftsmith.pipeline.threads import Crew, Failure
 from draftsmith.pipeline.topology import device_of
@@ -73,7 +73,7 @@ class Run:
             compiled_before=guard.count_compilations(),
         )
         if checkpoint:
-            job.drafter.load_state_dict(checkpoint.weights)
+            load_weights(job.drafter, checkpoint.weights)
         self.drafters = [
             self._replica(number, name, settings, checkpoint) for number, name in enumerate(job.topology.drafter)
         ]
