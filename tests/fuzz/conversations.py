@@ -108,11 +108,7 @@ def checker(folder: Path) -> Callable[[Example], None]:
                 form=example.form,
             )  # fmt: skip
         except NothingToTrainOnError as error:
-            one_line(error)
-            assert given is not None
-            reasons = [json.loads(line)["reason"] for line in error.rejects]
-            assert all(reasons)
-            assert f"{given} records read, {len(reasons)} rejected, {given - len(reasons)} held out" in str(error)
+            _all_accounted_for(error, given)
         except InputError as error:
             one_line(error)
             assert given is None
@@ -122,6 +118,14 @@ def checker(folder: Path) -> Callable[[Example], None]:
             assert corpus.summary
 
     return check
+
+
+def _all_accounted_for(error: NothingToTrainOnError, given: int | None) -> None:
+    one_line(error)
+    assert given is not None
+    reasons = [json.loads(line)["reason"] for line in error.rejects]
+    assert all(reasons)
+    assert f"{given} records read, {len(reasons)} rejected, {given - len(reasons)} held out" in str(error)
 
 
 def _given(name: str, example: Example) -> int | None:

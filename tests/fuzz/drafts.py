@@ -23,8 +23,8 @@ from draftsmith.target.load import Target
 from fuzz.fuzzing import changed, damaged, one_line
 from fuzz.tensors import changed_tensors
 
-PROVENANCE = {"draftsmith": "0.1.0", "target": "t", "target_revision": None, "target_adapter": None,
-              "target_fingerprint": "tiny", "step": 3, "tau": 1.5, "decisions": {"gamma": ["4", "because"]}}  # fmt: skip
+PROVENANCE = {"draftsmith": "0.1.0", "target": "t", "target_revision": None, "target_adapter": None, "step": 3,
+              "target_fingerprint": "tiny", "tau": 1.5, "decisions": {"gamma": ["4", "because"]}}  # fmt: skip
 Folder = dict[str, bytes]
 
 

@@ -106,10 +106,10 @@ def _changed_once(draw: st.DrawFn, value: Any) -> Any:
     inside = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )
-    if not inside or draw(st.integers(0, 4)) == 0:
+    if not inside or draw(st.integers(0, 11)) == 7:
         return draw(junk)
     key, inner = draw(st.sampled_from(inside))
-    kind = draw(st.sampled_from(["deeper", "deeper", "deeper", "replace", "delete", "rename", "repeat"]))
+    kind = draw(st.sampled_from(["deeper", "deeper", "deeper", "deeper", "replace", "delete", "rename", "repeat"]))
     changed_inner = _changed_once(draw, inner) if kind == "deeper" else draw(junk) if kind == "replace" else inner
     if isinstance(value, list):
         rest = [*value]

@@ -162,6 +162,8 @@ def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what
     """A checkpoint whose checksums fit can still be that of another run."""
     place = f"resume: the checkpoint's {what}"
     check_tensors(tensors, shapes, place, "this run's drafter has")
-    odd = next((name for name, tensor in tensors.items() if tensor.dtype != torch.float32), None)
-    if odd is not None:
-        raise InputError(f"{place}: {odd} is {tensors[odd].dtype}, not torch.float32; remove this checkpoint")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise InputError(f"{place}: {name} is {tensor.dtype}, not torch.float32; remove this checkpoint")
+        if not tensor.isfinite().all():
+            raise InputError(f"{place}: {name} holds NaN or infinite values; remove this checkpoint")
