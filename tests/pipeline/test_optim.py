@@ -62,7 +62,7 @@ def test_weights_of_another_drafter_are_refused() -> None:
     drafter = tiny_drafter(seed=1)
     load_weights(drafter, tiny_drafter(seed=2).state_dict())
     assert torch.equal(drafter.fc.weight, tiny_drafter(seed=2).fc.weight)
-    with pytest.raises(InputError, match="resume: the checkpoint's weights: fc.weight is"):
+    with pytest.raises(InputError, match=r"resume: the checkpoint's weights: fc.weight is"):
         load_weights(drafter, tiny_drafter(target_layer_ids=(0, 1)).state_dict())
     with pytest.raises(InputError, match=r"fc.weight is torch.float16, not torch.float32; remove this checkpoint"):
         load_weights(drafter, {name: tensor.half() for name, tensor in drafter.state_dict().items()})
