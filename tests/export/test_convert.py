@@ -267,7 +267,7 @@ def test_an_imported_drafter_decodes_as_the_original(draft: Path, tmp_path: Path
     import_drafter(str(tmp_path / "there"), tmp_path / "in")
     outcomes = []
     for folder in (draft, tmp_path / "in"):
-        target, drafter = load_pair("demo", folder, CPU)
+        target, drafter = load_pair(TargetSpec("demo"), folder, CPU)
         ids = Renderer(target.tokenizer).prompt_ids(read_prompts(["demo"])[0])
         outcomes.append(speculative_generate(target, drafter, ids, 24).rounds)
     assert outcomes[0] == outcomes[1]
@@ -283,7 +283,7 @@ def test_the_commands(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["import", str(there), str(back)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert cli.main(["import", str(there), str(tmp_path / "x"), "--adapter", "a"]) == 2
-    assert "--adapter changes a target; give --target too" in capsys.readouterr().err
+    assert "--adapter is of a target; give --target too" in capsys.readouterr().err
 
 
 def test_nothing_but_a_new_or_empty_folder_is_taken(

@@ -1,7 +1,7 @@
 """Random input for everything that reads what a user gives, by `hypothesis`.
 
-`fuzz` runs a check on drawn examples: few and always the same ones in `make test`; in `make test-all` many and new ones,
-with the seed that repeats them. It counts what it ran, and no example may take longer than `HANG_S`.
+`fuzz` runs a check on drawn examples: few and always the same ones in `make test`, many and new ones, with the seed
+that repeats them, in `make test-all`. It counts what it ran, and no example may take longer than `HANG_S`.
 """
 
 import random
