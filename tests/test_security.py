@@ -220,16 +220,15 @@ class Hub(BaseHTTPRequestHandler):
 
 
 ASK = """
-import sys, torch
 from draftsmith.target.load import TargetSpec, merge_adapter
 from draftsmith.drafter.checkpoint import find_drafter
 from draftsmith.data.hub import find_files
 from contextlib import suppress
 from draftsmith.errors import InputError
 spec = TargetSpec("own/model", "my-revision")
-for ask in (spec.config, spec.tokenizer, lambda: spec.model_with_adapter("auto"), lambda: merge_adapter(None, "own/lora@rev-a"),
-            lambda: find_drafter("own/draft@rev-d"), lambda: find_files("own/data@rev-s:train")):
-    print("==", flush=True, file=sys.stderr)
+for ask in (spec.config, spec.tokenizer, lambda: spec.model_with_adapter("auto"),
+            lambda: merge_adapter(None, "own/lora@rev-a"), lambda: find_drafter("own/draft@rev-d"),
+            lambda: find_files("own/data@rev-s:train")):
     with suppress(InputError):
         ask()
 """
@@ -311,17 +310,11 @@ def test_a_data_sets_damaged_notes_are_named(note: str, content: str, tmp_path: 
         find_files(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "configs",
-    ["[7]", "[{data_files: 7}]", "[{data_files: [{split: a}]}]", "[{data_files: [{path: [1]}]}]", "2026-99-99"],
-)
-def test_a_data_sets_strange_card_is_no_traceback(configs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("configs", ["[7]", "[{data_files: 7}]", "[{data_files: [{split: a}]}]", "2026-99-99", "{"])
+def test_a_data_sets_strange_card_is_passed_over(configs: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     (tmp_path / "train.jsonl").write_text("{}\n")
-    try:
-        assert find_files(str(tmp_path))
-    except InputError as error:
-        assert "\n" not in str(error)
+    assert [path.name for _, path in find_files(str(tmp_path))] == ["train.jsonl"]
 
 
 @pytest.mark.parametrize("key", ["../../outside", "/tmp/outside.best_config"])
