@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+AUDIT := .cache/audit
 
-.PHONY: setup demo test test-all check clean
+.PHONY: setup demo test test-all check audit clean
 
 setup: $(VENV)/ready
 
@@ -26,6 +27,17 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Known vulnerabilities and licences of everything in .venv. Asks pypi.org, so it is no part of CI; a package that nobody
+# can be asked about fails it.
+audit: setup
+	test -x $(AUDIT)/bin/pip-audit || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check 'pip-audit>=2.9' 'pip-licenses>=5'
+	$(AUDIT)/bin/pip-licenses --python $(BIN)/python --format markdown --order license > $(AUDIT)/licences.md
+	cat $(AUDIT)/licences.md
+	$(BIN)/python -m pip freeze --exclude-editable > $(AUDIT)/frozen.txt
+	sed 's/+.*//' $(AUDIT)/frozen.txt > $(AUDIT)/installed.txt  # torch 2.13.0+cpu is 2.13.0 there
+	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --requirement $(AUDIT)/installed.txt
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache

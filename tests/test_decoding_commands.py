@@ -19,7 +19,7 @@ from draftsmith.drafter.init import init_from_target
 from draftsmith.drafter.model import Drafter
 from draftsmith.report import decoding
 from draftsmith.target.capture import decoder_layers
-from draftsmith.target.load import Target
+from draftsmith.target.load import Target, TargetSpec
 
 CONTRACT = {
     "tau", "tau_per_prompt", "rounds_per_prompt", "accept_per_position", "tokens_per_second",
@@ -140,7 +140,7 @@ def test_generate_streams_the_text_with_drafts_in_colour(draft: Path, monkeypatc
     from draftsmith.report.session import load_pair
 
     question = "Add 27 and 35, then multiply the result by two."
-    target, _ = load_pair("demo", draft, torch.device("cpu"))
+    target, _ = load_pair(TargetSpec("demo"), draft, torch.device("cpu"))
     ids = Renderer(target.tokenizer).prompt_ids(Prompt(({"role": "user", "content": question},)))
     expected = target.tokenizer.decode(plain_generate(target, ids, 40).tokens, skip_special_tokens=True)
     for colours in (True, False):

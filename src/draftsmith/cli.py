@@ -14,6 +14,7 @@ from typing import NoReturn
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # nobody asks the hub to convert a model in our name
 
 from draftsmith import __version__
 from draftsmith.commands import checkpoints, compiler, data, decode, train

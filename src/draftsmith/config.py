@@ -23,8 +23,7 @@ MOST_TOKENS, MOST_SLOTS, MOST_WIDTH = 2**20, 2**16, 2**24  # memory is taken for
 MOST_LAYERS = MOST_THREADS = 1024
 MOST_EPOCHS = 10_000  # the rows of each are counted before training
 PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
-Every = Annotated[int, Field(ge=0, le=MOST)]
-Index = Annotated[int, Field(ge=0, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -83,8 +82,8 @@ class DrafterSection(Section):
     block_size: Annotated[int, Field(ge=2, le=MOST_SLOTS)] = Field(
         16, description="B: the anchor and B-1 drafted tokens"
     )
-    taps: list[Index] | None = Field(None, description="target layers whose outputs are the features; default: by rule")
-    mask_token: Index | None = Field(None, description="id that fills the slots to draft; default: by rule")
+    taps: list[Whole] | None = Field(None, description="target layers whose outputs are the features; default: by rule")
+    mask_token: Whole | None = Field(None, description="id that fills the slots to draft; default: by rule")
     intermediate_size: Annotated[int, Field(gt=0, le=MOST_WIDTH)] | None = Field(
         None, description="MLP width; default: the target's"
     )
@@ -117,7 +116,7 @@ class TrainSection(Section):
         "cosine", description="course of the learning rate: `cosine`, `wsd` or `constant`"
     )
     clip: Annotated[float, Field(gt=0)] = Field(1.0, description="limit of the gradient norm")
-    max_bad_rows: Annotated[int, Field(ge=0, le=MOST)] = Field(
+    max_bad_rows: Whole = Field(
         64, description="rows that may be left out because features, loss or gradient are not finite"
     )
     gamma: Annotated[float, Field(gt=0)] | None = Field(
@@ -135,12 +134,12 @@ class PipelineSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Every = Field(500, description="steps between checkpoints, 0: only at the end")
+    every: Whole = Field(500, description="steps between checkpoints, 0: only at the end")
     keep: PositiveInt = Field(3, description="how many checkpoints to keep")
 
 
 class EvalSection(Section):
-    every: Every = Field(500, description="steps between evaluations, 0: never")
+    every: Whole = Field(500, description="steps between evaluations, 0: never")
     prompts: Files | None = Field(
         None, description="prompt files; default: hold out the min(64, 5 %) chats with the smallest content hash"
     )

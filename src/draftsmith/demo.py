@@ -23,6 +23,7 @@ from draftsmith.report.console import console, say
 from draftsmith.report.decoding import evaluate_with_status
 from draftsmith.report.session import load_pair, print_launch_lines, train_and_show
 from draftsmith.report.table import eval_table
+from draftsmith.target.load import TargetSpec
 
 WARMUP_STEPS, UNTIMED_STEPS = 40, 10
 EVALUATIONS = 4  # while training
@@ -61,7 +62,7 @@ def run_demo(minutes: float, out: Path | None, stop: threading.Event) -> None:
     shutil.copytree(embedded.TARGET, folder / "target")
     held_out = read_prompts(["demo"])[: config.eval.limit]
     (folder / "prompts.jsonl").write_text("".join(prompt.to_json() + "\n" for prompt in held_out), encoding="utf-8")
-    target, drafter = load_pair(str(folder / "target"), folder / "draft", job.target.device)
+    target, drafter = load_pair(TargetSpec(str(folder / "target")), folder / "draft", job.target.device)
     renderer = Renderer(target.tokenizer)
     prompts = [renderer.prompt_ids(prompt) for prompt in read_prompts([str(folder / "prompts.jsonl")])]
     report = evaluate_with_status(target, Chain(drafter), prompts, config.eval.max_new_tokens)

@@ -127,6 +127,18 @@ def test_the_form_is_found_for_each_file(form: str, name: str, tmp_path: Path) -
     assert isinstance(item, Conversation)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_row_that_is_not_utf8_is_refused_alone(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path / name, ROWS[:5])
+    if name == "a.parquet":  # so that the text stands in the file as it is
+        pa.parquet.write_table(pa.Table.from_pylist(ROWS[:5]), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"question 3", b"question\xff3"))
+    items = list(read_conversations([str(path)]))
+    assert [type(item) for item in items] == [*[Conversation] * 3, Reject, Conversation]
+    assert items[3].line == 4
+    assert "not UTF-8" in str(items[3])
+
+
 def test_a_form_can_be_asked_for(tmp_path: Path) -> None:
     both = {"text": "z", "prompt": "x", "completion": "y"}
     path = str(written(tmp_path / "a.jsonl", [both, {"text": "only"}]))

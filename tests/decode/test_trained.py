@@ -13,6 +13,7 @@ from draftsmith.decode.figures import tau
 from draftsmith.decode.methods import Chain, Tree
 from draftsmith.decode.speculate import decode, plain_generate
 from draftsmith.report.session import load_pair
+from draftsmith.target.load import TargetSpec
 
 PROMPTS, TOKENS = 100, 48
 
@@ -21,7 +22,7 @@ PROMPTS, TOKENS = 100, 48
 def test_a_hundred_prompts_are_decoded_as_the_target_writes_them(demo_config: Callable[..., Config]) -> None:
     """Chains, and trees of 16 and 32; the larger tree accepts more than the smaller, that more than the chain."""
     result, _, _ = run_training(demo_config(train__steps=60))
-    target, drafter = load_pair("demo", result.folder / "draft", torch.device("cpu"))
+    target, drafter = load_pair(TargetSpec("demo"), result.folder / "draft", torch.device("cpu"))
     asked = [as_prompt(c) for c in read_conversations(["demo"]) if isinstance(c, Conversation)]
     prompts = [*read_prompts(["demo"]), *(prompt for prompt in asked if prompt is not None)][:PROMPTS]
     ids = [Renderer(target.tokenizer).prompt_ids(prompt) for prompt in prompts]

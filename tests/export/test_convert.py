@@ -173,6 +173,9 @@ def _without(folder: Path, key: str) -> Path:
         ({"block_size": None}, "block_size is missing"),
         ({"aux_hidden_state_layer_ids": [0, 2, 3, 5, 7]}, "target_layer_ids is [-1, 1, 2, 4, 6]: expected ascending"),
         ({"aux_hidden_state_layer_ids": [2, 3, 5, 7, 10]}, "target_layer_ids is [1, 2, 4, 6, 9]: expected ascending"),
+        ({"aux_hidden_state_layer_ids": ["x", None]}, "a value has the wrong type: invalid literal for int()"),
+        ({"aux_hidden_state_layer_ids": 7}, "a value has the wrong type: 'int' object is not iterable"),
+        ({"transformer_layer_config": {"layer_types": 7}}, "a value has the wrong type"),
         ({"draft_vocab_size": 100}, "draft_vocab_size is 100, expected 2048"),
         ({"sample_from_anchor": True}, "sample_from_anchor is True"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64, expected 128"),
@@ -264,7 +267,7 @@ def test_an_imported_drafter_decodes_as_the_original(draft: Path, tmp_path: Path
     import_drafter(str(tmp_path / "there"), tmp_path / "in")
     outcomes = []
     for folder in (draft, tmp_path / "in"):
-        target, drafter = load_pair("demo", folder, CPU)
+        target, drafter = load_pair(TargetSpec("demo"), folder, CPU)
         ids = Renderer(target.tokenizer).prompt_ids(read_prompts(["demo"])[0])
         outcomes.append(speculative_generate(target, drafter, ids, 24).rounds)
     assert outcomes[0] == outcomes[1]
@@ -280,7 +283,7 @@ def test_the_commands(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["import", str(there), str(back)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert cli.main(["import", str(there), str(tmp_path / "x"), "--adapter", "a"]) == 2
-    assert "--adapter changes a target; give --target too" in capsys.readouterr().err
+    assert "--adapter is of a target; give --target too" in capsys.readouterr().err
 
 
 def test_nothing_but_a_new_or_empty_folder_is_taken(

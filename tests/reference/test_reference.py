@@ -26,7 +26,7 @@ from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.export.convert import export_drafter, import_drafter
 from draftsmith.report.session import load_pair
-from draftsmith.target.load import Target
+from draftsmith.target.load import Target, TargetSpec
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def compare(python: Path, draft: Path, work: Path, monkeypatch: pytest.MonkeyPat
 
     Returns the tokens of all rounds.
     """
-    target, drafter = load_pair("demo", draft, torch.device("cpu"))
+    target, drafter = load_pair(TargetSpec("demo"), draft, torch.device("cpu"))
     renderer = Renderer(target.tokenizer)
     ids = [renderer.prompt_ids(prompt) for prompt in read_prompts(["demo"])[:prompts]]
     drafts: list[list[int]] = []

@@ -39,7 +39,7 @@ def test_speculators_drafts_the_same_logits(
 ) -> None:
     """After enough training that the logits say something; every slot of five blocks."""
     result, _, _ = run_training(demo_config(train__steps=12))
-    target, drafter = load_pair("demo", result.folder / "draft", torch.device("cpu"))
+    target, drafter = load_pair(TargetSpec("demo"), result.folder / "draft", torch.device("cpu"))
     export_drafter(str(result.folder / "draft"), "speculators", tmp_path / "speculators")
     renderer = Renderer(target.tokenizer)
     ids = [token for prompt in read_prompts(["demo"])[:3] for token in renderer.prompt_ids(prompt)][:64]

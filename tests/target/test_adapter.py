@@ -123,9 +123,9 @@ def test_training_records_it_and_eval_asks_for_it(
     assert f"adapter: {adapter} (set in the config; merged into the target)" in quiet.lines
     assert next(iter(runs[0].targets.values())).target.spec.adapter == str(adapter)
 
-    load_pair(str(base), draft, CPU, str(adapter))
+    load_pair(TargetSpec(str(base), adapter=str(adapter)), draft, CPU)
     assert "warning" not in capsys.readouterr().out
-    load_pair(str(base), draft, CPU)
+    load_pair(TargetSpec(str(base)), draft, CPU)
     assert "was trained for another target" in capsys.readouterr().out
 
     (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1 ="}\n')

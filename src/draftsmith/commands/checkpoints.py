@@ -25,6 +25,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     importer.set_defaults(command=_import)
     for command in (export, importer):
         command.add_argument("--target", help="folder or hub id; default: the one the drafter names")
+        command.add_argument("--revision", help="hub revision of the target")
         command.add_argument("--adapter", help="LoRA adapter to merge into the target")
 
 
@@ -45,6 +46,7 @@ def _import(options: argparse.Namespace) -> int:
 def _target_spec(options: argparse.Namespace) -> "TargetSpec | None":
     from draftsmith.target.load import TargetSpec
 
-    if options.adapter and not options.target:
-        raise ConfigError("--adapter changes a target; give --target too")
-    return TargetSpec(options.target, adapter=options.adapter) if options.target else None
+    for name in ("adapter", "revision"):
+        if getattr(options, name) and not options.target:
+            raise ConfigError(f"--{name} is of a target; give --target too")
+    return TargetSpec(options.target, options.revision, adapter=options.adapter) if options.target else None

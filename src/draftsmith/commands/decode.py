@@ -36,6 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _add_decoding(command: argparse.ArgumentParser) -> None:
     """What `eval` and `generate` decode with."""
     command.add_argument("--target", required=True, help="folder or hub id; `demo` is the embedded one")
+    command.add_argument("--revision", help="hub revision of the target")
     command.add_argument("--adapter", help="LoRA adapter to merge into the target")
     command.add_argument("--draft", required=True, type=Path, help="drafter folder")
     command.add_argument("--max-new-tokens", type=int, default=256, help="per answer (default 256)")
@@ -70,6 +71,7 @@ def _request(options: argparse.Namespace) -> "Request":
         sampling=sampling,
         tree=options.tree,
         greedy_drafts=options.greedy_drafts,
+        revision=options.revision,
         adapter=options.adapter,
     )
 

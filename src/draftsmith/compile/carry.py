@@ -29,6 +29,7 @@ from draftsmith.compile.cache import (
 )
 from draftsmith.compile.damage import content_name, files_below, read_whole
 from draftsmith.compile.journal import Stamp, append_stamps, parse_stamp, read_stamps
+from draftsmith.files import is_inside
 
 FORMAT = 1
 
@@ -115,7 +116,12 @@ def unpack(file: Path) -> Packed:
     with held(directory):
         directory.mkdir(parents=True, exist_ok=True)
         try:
+            outside = next((key for key in private.artifact_keys(artifacts) or () if not is_inside(key)), None)
+            if outside is not None:
+                raise CacheError(f"{file} holds an entry {outside!r} that would not be inside the cache; do not use it")
             info = torch.compiler.load_cache_artifacts(artifacts)
+        except CacheError:
+            raise
         except Exception as error:  # whatever unpickling raises
             raise CacheError(f"{file} holds an entry that cannot be read ({error}); pack it again") from error
         if info is None:

@@ -375,6 +375,15 @@ def recorded_artifacts() -> set[str]:
     return {f"{artifact.type()}/{artifact.key}" for artifact in CacheArtifactManager._seen_artifacts}
 
 
+def artifact_keys(artifacts: bytes) -> list[str] | None:
+    """The keys that loading would make paths of, read without running anything; None if they cannot be read."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    found = CacheArtifactManager.deserialize(artifacts)
+    return None if found is None else [artifact.key for entries in found.values() for artifact in entries]
+
+
 def make_artifacts(entries: list[tuple[str, str, Any]]) -> bytes | None:
     """What `torch.compiler.save_cache_artifacts` gives in a process that has compiled exactly these entries.
 

@@ -6,8 +6,9 @@ README (the hub's own convention) or else from the files' names. `name:split` or
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,13 +18,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from draftsmith.embedded import CONVERSATIONS
 from draftsmith.errors import InputError
+from draftsmith.files import is_inside
+from draftsmith.hub_names import is_hub_name, pinned
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather")
 NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "manifest.json")
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
           "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 MANIFEST, UNFINISHED, SHARDS = "manifest.json", "preparing.json", "shards"  # of a folder of `data prepare`
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_prepared(name: str) -> bool:
@@ -60,7 +62,7 @@ def find_files(name: str, key: str = "data.train") -> list[tuple[str, Path]]:
 def may_be_hub(name: str) -> bool:
     """Whether a name that is no file or folder here can be a data set on the hub."""
     place = name.partition(":")[0]
-    return _HUB_ID.fullmatch(place) is not None and not _is_data(place)
+    return is_hub_name(place) and not _is_data(place)
 
 
 def _is_data(name: str) -> bool:
@@ -71,15 +73,31 @@ def _is_data(name: str) -> bool:
 def _files_of(folder: Path, name: str, chosen: str, key: str) -> list[Path]:
     """Data files of a folder: saved by `datasets`, or laid out as on the hub."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _names_in(folder / "dataset_dict.json", lambda data: data["splits"], key)
         return _files_of(folder / _one_of("split", splits, chosen or "train", name, key), name, "", key)
     if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
-        return [folder / file["filename"] for file in state["_data_files"]]
+        files = _names_in(folder / "state.json", lambda data: [file["filename"] for file in data["_data_files"]], key)
+        return [folder / file for file in files]
     inside = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     return [folder / path for path in choose_files(inside, text, chosen, name, key)]
+
+
+def _names_in(path: Path, find: Callable[[Any], list[str]], key: str) -> list[str]:
+    """Names that a note of `datasets` gives, all of them inside its folder.
+
+    Raises:
+        InputError: it is damaged, or names something elsewhere.
+    """
+    try:
+        names = list(find(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InputError(f"{key}: {path} cannot be read ({type(error).__name__}: {error}); save it again") from None
+    outside = [name for name in names if not is_inside(name)]
+    if outside:
+        raise InputError(f"{key}: {path} names {outside[0]!r}, which is not inside its folder; save it again")
+    return names
 
 
 def choose_files(paths: Sequence[str], readme: str, chosen: str, name: str, key: str) -> list[str]:
@@ -119,19 +137,21 @@ def _described(readme: str) -> dict[str, dict[str, list[str]]]:
     head = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", readme, re.DOTALL)
     try:
         card = yaml.safe_load(head[1]) if head else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or number that is none
         card = None
     configs = card.get("configs") if isinstance(card, dict) else None
     found: dict[str, dict[str, list[str]]] = {}
     for config in configs if isinstance(configs, list) else []:
+        if not isinstance(config, dict):
+            continue
         files = config.get("data_files")
         entries: list[Any] = files if isinstance(files, list) else [files]
         splits = found.setdefault(str(config.get("config_name", "default")), {})
         for entry in entries:
-            split, path = (entry["split"], entry["path"]) if isinstance(entry, dict) else ("train", entry)
-            if path:
-                splits.setdefault(split, []).extend([path] if isinstance(path, str) else path)
-    return {name: splits for name, splits in found.items() if splits}
+            split, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
+            patterns = path if isinstance(path, list) else [path]
+            splits.setdefault(str(split), []).extend(p for p in patterns if isinstance(p, str) and p)
+    return {name: splits for name, splits in found.items() if any(splits.values())}
 
 
 def _split_of(path: str) -> str | None:
@@ -149,21 +169,23 @@ def _one_of(what: str, there: Sequence[str], wanted: str, name: str, key: str) -
     raise InputError(f"{key}: {name} has no {what} {wanted or 'by default'}; choose one with {how}: {', '.join(there)}")
 
 
-def _download(repo: str, chosen: str, key: str) -> Path:
+def _download(name: str, chosen: str, key: str) -> Path:
     """The chosen files of a hub data set, in the hub's cache; what is there already is not fetched again."""
+    repo, revision = pinned(name)
+    fetch = partial(snapshot_download, repo, repo_type="dataset", revision=revision)
     try:
         try:
-            inside = HfApi().list_repo_files(repo, repo_type="dataset")
-            card = snapshot_download(repo, repo_type="dataset", allow_patterns=["README.md", *NO_DATA])
+            inside = HfApi().list_repo_files(repo, repo_type="dataset", revision=revision)
+            card = fetch(allow_patterns=["README.md", *NO_DATA])
             readme = Path(card) / "README.md"
             text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
             saved = any(path.endswith("state.json") for path in inside)
-            wanted = ["*"] if saved else choose_files(inside, text, chosen, repo, key)
-            return Path(snapshot_download(repo, repo_type="dataset", allow_patterns=["README.md", *wanted]))
+            wanted = ["*"] if saved else choose_files(inside, text, chosen, name, key)
+            return Path(fetch(allow_patterns=["README.md", *wanted]))
         except (ConnectionError, OSError) as error:
             if isinstance(error, RepositoryNotFoundError):
                 raise
-            return Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
+            return Path(fetch(local_files_only=True))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"{key}: {repo} is neither a file nor a folder, and the hub says: {first}") from error
+        raise InputError(f"{key}: {name} is neither a file nor a folder, and the hub says: {first}") from error

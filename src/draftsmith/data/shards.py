@@ -22,7 +22,7 @@ from draftsmith.data.hub import MANIFEST, SHARDS
 from draftsmith.data.rendered import Rendered
 from draftsmith.data.template import Document
 from draftsmith.errors import InputError
-from draftsmith.files import file_hash
+from draftsmith.files import file_hash, is_inside
 
 FORMAT = "draftsmith data 1"
 REJECTS, CONTAMINATION = "rejects.jsonl", "contamination.jsonl"
@@ -200,6 +200,8 @@ def _check_entries(manifest: Mapping[str, Any]) -> None:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "sha256")):
             raise ValueError(f"shards[{number}] has no name and sha256")
+        if not is_inside(entry["name"]):
+            raise ValueError(f"shards[{number}] is {entry['name']!r}, which is not inside the folder")
     missing = [key for key in ("rendering_key", "template_settings") if key not in manifest]
     if missing:
         raise ValueError(f"it has no {missing[0]}")

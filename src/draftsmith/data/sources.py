@@ -115,7 +115,7 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 def _reported(path: Path, key: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, ArithmeticError, RecursionError) as error:
         cause = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise InputError(f"{key}: {path} cannot be read: {cause}; check the path and the file") from error
 
@@ -280,9 +280,25 @@ def _arrow_batches(file: IO[bytes]) -> Iterator[pa.RecordBatch]:
 def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
     row = 0
     for batch in batches:
-        for data in batch.to_pylist():
+        for data in _python_rows(batch):
             row += 1
-            yield row, json.dumps(_without_nulls(data), default=str, ensure_ascii=False).encode()
+            yield row, data if isinstance(data, bytes) else _as_json(data)
+
+
+def _python_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Rows as Python values; one whose text is not UTF-8 as bytes that are neither, so that it alone is refused."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for place in range(batch.num_rows):
+            try:
+                yield from batch.slice(place, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield bytes(error.object)
+
+
+def _as_json(row: Any) -> bytes:
+    return json.dumps(_without_nulls(row), default=str, ensure_ascii=False).encode()
 
 
 def _without_nulls(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import ConfigError, InputError, written_below
+from draftsmith.hub_names import is_hub_name, pinned
 
 PROVENANCE = "draftsmith.json"
 MASK_EMBEDDING = "mask_embedding.pt"  # of some other trainers
@@ -123,7 +123,8 @@ def check_target(config: DrafterConfig, target_config: Any, draft: str, target: 
 
 
 def find_drafter(name: str, *, weights: bool = True, setting: str = "drafter.init") -> Path:
-    """A drafter folder, or that of a hub id (`owner/name`), downloaded if need be; without weights, its config only.
+    """A drafter folder, or that of a hub id (`owner/name`, perhaps `@revision`), downloaded if need be; without
+    weights, its config only.
 
     `setting` is what the user calls the name.
 
@@ -133,12 +134,13 @@ def find_drafter(name: str, *, weights: bool = True, setting: str = "drafter.ini
     """
     if Path(name).is_dir():
         return Path(name)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    if not is_hub_name(name):
         choices = "target, random, or " if setting == "drafter.init" else ""
         raise ConfigError(f"{setting} is {name!r}: give {choices}an existing drafter folder or hub id (owner/name)")
     try:
         wanted = ["config.json", "model.safetensors", PROVENANCE, MASK_EMBEDDING] if weights else ["config.json"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        repository, revision = pinned(name)
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
         raise InputError(
             f"{setting} {name} is no folder here, and the hub does not give it ({type(error).__name__}); check the "

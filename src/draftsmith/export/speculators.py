@@ -87,15 +87,22 @@ def from_json(data: Mapping[str, Any], source: Path, target_layers: int | None) 
             raise InputError(f"{source}: {key} is missing; a drafter checkpoint must say it")
     if layers.get("is_causal") is not None:
         raise InputError(f"{source}: transformer_layer_config.is_causal is set, which only vLLM reads")
+    try:
+        taps = [int(layer) - 1 for layer in data["aux_hidden_state_layer_ids"]]
+        causality = _causality(data, layers, source)
+    except InputError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"{source}: a value has the wrong type: {error}") from None
     zlab = {
         **layers,
-        **_causality(data, layers, source),
+        **causality,
         **{key: data[key] for key in ("draft_vocab_size", "target_hidden_size", "quantization_config") if key in data},
         "architectures": ["DFlashDraftModel"],
         "block_size": data["block_size"],
         "num_target_layers": depth,
         "dflash_config": {
-            "target_layer_ids": [int(layer) - 1 for layer in data["aux_hidden_state_layer_ids"]],
+            "target_layer_ids": taps,
             "mask_token_id": data["mask_token_id"],
             "block_size": data["block_size"],
             "sample_from_anchor": data.get("sample_from_anchor", False),

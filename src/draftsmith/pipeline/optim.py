@@ -1,11 +1,14 @@
 """Optimizers and schedules. The learning rate is a pure function of the step, so a resumed run cannot jump."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from draftsmith.drafter.checkpoint import check_tensors
+from draftsmith.errors import InputError
 
 Schedule = Callable[[int, int], float]  # (step from 0, steps) -> factor of the peak learning rate
 
@@ -120,11 +123,47 @@ class Optimizers:
             for key, value in state.items()
         }
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Puts back what `state` gave."""
-        owners = {self._names[p]: (part, p) for part in self._parts for g in part.param_groups for p in g["params"]}
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts back what `state` gave: nothing if no step was taken, else all of it.
+
+        Raises:
+            InputError: it is the state of another drafter or optimizer.
+        """
+        places = {
+            f"{self._names[parameter]}/{key}": (part, parameter, key)
+            for part in self._parts
+            for group in part.param_groups
+            for parameter in group["params"]
+            for key in _STATE[type(part)]
+        }
+        if tensors:
+            shapes = {name: torch.Size() if key == "step" else p.shape for name, (_, p, key) in places.items()}
+            _check(tensors, shapes, "optimizer state")
         for name, value in tensors.items():
-            parameter_name, key = name.rsplit("/", 1)
-            part, parameter = owners[parameter_name]
+            part, parameter, key = places[name]
             device = "cpu" if key == "step" else parameter.device
             part.state[parameter][key] = value.to(device, copy=True)
+
+
+_STATE: Mapping[type, tuple[str, ...]] = {Muon: ("momentum",), torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq")}
+
+
+def load_weights(drafter: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back the weights of a checkpoint.
+
+    Raises:
+        InputError: they are another drafter's.
+    """
+    _check(tensors, {name: tensor.shape for name, tensor in drafter.state_dict().items()}, "weights")
+    drafter.load_state_dict(tensors)
+
+
+def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what: str) -> None:
+    """A checkpoint whose checksums fit can still be that of another run."""
+    place = f"resume: the checkpoint's {what}"
+    check_tensors(tensors, shapes, place, "this run's drafter has")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise InputError(f"{place}: {name} is {tensor.dtype}, not torch.float32; remove this checkpoint")
+        if not tensor.isfinite().all():
+            raise InputError(f"{place}: {name} holds NaN or infinite values; remove this checkpoint")

@@ -21,7 +21,7 @@ from draftsmith.pipeline.gradsync import GradientSync
 from draftsmith.pipeline.journal import BAD_ROWS, Journal, Listener, cut_lines
 from draftsmith.pipeline.keeping import check_keeping, open_store
 from draftsmith.pipeline.machine import this_machine
-from draftsmith.pipeline.optim import Optimizers
+from draftsmith.pipeline.optim import Optimizers, load_weights
 from draftsmith.pipeline.prepare import Job, Resolved, check_capacity, prepare
 from draftsmith.pipeline.threads import Crew, Failure, thread_stacks
 from draftsmith.pipeline.topology import device_of
@@ -79,7 +79,7 @@ class Run:
             compiled_before=guard.count_compilations(),
         )
         if checkpoint:
-            job.drafter.load_state_dict(checkpoint.weights)
+            load_weights(job.drafter, checkpoint.weights)
         cut_lines(folder / BAD_ROWS, start.step if start else 0)
         self.bad_rows = BadRows(folder / BAD_ROWS, config.train.max_bad_rows)
         self.drafters = {

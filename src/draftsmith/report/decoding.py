@@ -25,7 +25,7 @@ from draftsmith.report.console import console, say
 from draftsmith.report.session import load_pair, warn_if_foreign
 from draftsmith.report.stream import TextStream
 from draftsmith.report.table import eval_table
-from draftsmith.target.load import Target
+from draftsmith.target.load import Target, TargetSpec
 
 LOOK_UP, CHAIN = "ngram", "chain"  # names of baselines; a folder of that name is ./ngram
 
@@ -41,7 +41,12 @@ class Request:
     sampling: Sampling = GREEDY
     tree: int | None = None
     greedy_drafts: bool = False
+    revision: str | None = None
     adapter: str | None = None
+
+    @property
+    def spec(self) -> TargetSpec:
+        return TargetSpec(self.target, self.revision, adapter=self.adapter)
 
     def method(self, drafter: Drafter) -> Method:
         return Chain(drafter, self.greedy_drafts) if self.tree is None else Tree(drafter, self.tree)
@@ -55,7 +60,7 @@ def open_pair(request: Request) -> tuple[Target, Drafter]:
     threads = choose_threads(None, topology, machine.cores)
     torch.set_num_threads(decide(threads))
     say(str(threads))
-    return load_pair(request.target, request.draft, device_of(topology.target[0]), request.adapter)
+    return load_pair(request.spec, request.draft, device_of(topology.target[0]))
 
 
 def evaluate_and_show(

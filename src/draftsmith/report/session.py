@@ -71,13 +71,10 @@ def print_launch_lines(target: str, draft: Path, adapter: str | None = None) -> 
         say(f"serve it with {server}:\n    {line}")
 
 
-def load_pair(
-    target_model: str, draft: Path, device: torch.device, adapter: str | None = None
-) -> tuple[Target, Drafter]:
+def load_pair(spec: TargetSpec, draft: Path, device: torch.device) -> tuple[Target, Drafter]:
     """A target and its drafter for decoding; warns if the drafter was trained for another target."""
     drafter = load_drafter(draft, device)
-    spec = TargetSpec(target_model, adapter=adapter)
-    check_target(drafter.config, spec.config(), f"--draft {draft}", target_model)
+    check_target(drafter.config, spec.config(), f"--draft {draft}", spec.model)
     target = load_target(spec, drafter.config.target_layer_ids, device)
     warn_if_foreign(target, draft)
     return target, drafter

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.compile import guard
 from draftsmith.embedded import TARGET as EMBEDDED_TARGET
 from draftsmith.errors import InputError
+from draftsmith.hub_names import pinned
 from draftsmith.target.capture import TapCapture, concatenated, decoder_layers
+from draftsmith.target.trust import check_folder, explained_refusal
 
 # What transformers raises for files that are damaged or say something impossible.
 _REFUSALS = (
@@ -50,8 +53,7 @@ class TargetSpec:
                 self.path, revision=self.revision, trust_remote_code=self.trust_remote_code, **more
             )
         except _REFUSALS as error:
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise InputError(f"target.model {self.model!r} cannot be loaded: {said}") from error
+            raise InputError(explained_refusal(self.model, error)) from error
 
     def config(self) -> Any:
         """The text part of the model's `config.json`."""
@@ -67,12 +69,15 @@ class TargetSpec:
             raise InputError(f"target.model {self.model!r}: {' '.join(str(error).splitlines())}") from error
 
     def model_with_adapter(self, dtype: torch.dtype | str) -> Any:
-        """The model in host memory, its adapter merged if it has one.
+        """The model in host memory, its adapter merged if it has one. Of weights, only safetensors are ever read.
 
         Raises:
             InputError: model or adapter cannot be loaded.
         """
-        model, info = self._from_pretrained(AutoModelForCausalLM, dtype=dtype, output_loading_info=True)
+        check_folder(Path(self.path), f"target.model {self.model!r}")
+        model, info = self._from_pretrained(
+            AutoModelForCausalLM, dtype=dtype, output_loading_info=True, use_safetensors=True
+        )
         if missing := sorted(info["missing_keys"]):  # they would be drawn at random
             raise InputError(
                 f"target.model {self.model!r}: {len(missing)} of its weights are not in its files "
@@ -247,7 +252,8 @@ def dense(weight: Tensor) -> Tensor:
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:
-    """The model with a LoRA adapter (PEFT folder or hub id) added to its weights, in the model's own dtype.
+    """The model with a LoRA adapter (PEFT folder or hub id, perhaps `owner/name@revision`) added to its weights, in
+    the model's own dtype.
 
     Raises:
         InputError: peft is missing, or the adapter is no LoRA adapter of this model.
@@ -257,13 +263,16 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     except ImportError:
         raise InputError("target.adapter needs peft, which is not installed: pip install 'draftsmith[lora]'") from None
     try:
-        settings = PeftConfig.from_pretrained(adapter)
+        folder = _adapter_folder(adapter)
+        settings = PeftConfig.from_pretrained(folder)
         if settings.peft_type != "LORA":
             kind = str(settings.peft_type).removeprefix("PeftType.")
             raise InputError(f"target.adapter {adapter!r} is a {kind} adapter; only LoRA adapters can be merged")
         settings.inference_mode = True
+        if settings.megatron_config:  # peft would import a module that the adapter names
+            raise InputError(f"target.adapter {adapter!r} was made for Megatron, which is not supported")
         wrapped = PeftModel(model, settings)
-        loaded = wrapped.load_adapter(adapter, "default", torch_device="cpu")
+        loaded = wrapped.load_adapter(folder, "default", torch_device="cpu")
         if loaded.missing_keys or loaded.unexpected_keys:
             raise InputError(
                 f"target.adapter {adapter!r} was made for another model: {len(loaded.missing_keys)} of its tensors are "
@@ -275,6 +284,16 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(f"target.adapter {adapter!r} cannot be merged into this target: {first}") from error
+
+
+def _adapter_folder(adapter: str) -> str:
+    """The folder of an adapter, or that of a hub id, its configuration and safetensors downloaded."""
+    if not Path(adapter).is_dir():
+        repository, revision = pinned(adapter)
+        wanted = ["adapter_config.json", "adapter_model.safetensors"]
+        adapter = snapshot_download(repository, revision=revision, allow_patterns=wanted)
+    check_folder(Path(adapter), f"target.adapter {adapter!r}")
+    return adapter
 
 
 def fingerprint(model: nn.Module, tokenizer: Any) -> str:
