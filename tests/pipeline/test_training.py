@@ -25,7 +25,7 @@ from draftsmith.files import file_hash
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints
-from draftsmith.pipeline.journal import cut_metrics
+from draftsmith.pipeline.metrics import cut_metrics
 from draftsmith.pipeline.prepare import read_corpus
 from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
@@ -368,7 +368,9 @@ def test_nothing_newer_is_deleted(tmp_path: Path, demo_config: MakeConfig) -> No
     assert older is not None
     from dataclasses import replace
 
-    checkpoints.save(replace(older, state=replace(older.state, step=3)))
+    third = replace(older.state, step=3)
+    checkpoints.save(replace(older, state=third))
+    checkpoints.drop_old(third)
     assert checkpoints.steps() == [3, 5, 6]
 
 

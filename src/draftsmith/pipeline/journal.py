@@ -1,8 +1,7 @@
 """What a run leaves behind: metrics, evaluations, checkpoints, the served drafter."""
 
-import json
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,8 +9,10 @@ from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.drafter.model import Drafter
+from draftsmith.errors import InputError, explained
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
+from draftsmith.pipeline.metrics import MetricsLog
 from draftsmith.pipeline.optim import Optimizers
 from draftsmith.pipeline.prepare import Job
 from draftsmith.report.card import model_card
@@ -26,11 +27,22 @@ class Listener(Protocol):
     def log(self, line: str) -> None: ...
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Best:
+    """A drafter that is to be written as `best/`: the one in training, or a copy of it if that did not work at once."""
+
+    drafter: Drafter
+    step: int
+    tau: float
+
+
 class Journal:
     """Keeps the record of a run. Called by replica 0 between steps, and by the main thread when workers have ended.
 
-    Order within a step: evaluation, line in `metrics.jsonl`, checkpoint. So a checkpoint never knows of a step whose
-    line is not on disk.
+    Order within a step: evaluation, line in `metrics.jsonl`, `best/`, checkpoint. So a checkpoint never knows of a step
+    whose line is not on disk, nor of a best drafter that is not. What cannot be written (a full disk) is said, waits,
+    and is tried again after every step in the same order, while training goes on; the checkpoint is then that of the
+    later step.
     """
 
     def __init__(
@@ -44,8 +56,10 @@ class Journal:
         self.last_step = start.step if start else 0
         self.saved_step = start.step if start else None
         self.compiles_after_warmup = 0
-        cut_metrics(folder / "metrics.jsonl", self.last_step)
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics = MetricsLog(folder / "metrics.jsonl", self.last_step)
+        self._best: _Best | None = None  # not written yet
+        self._checkpoint_due = False
+        self._trouble: int | None = None  # error number of what could not be written
 
     def record(self, record: StepRecord) -> None:
         """One step has ended on all replicas."""
@@ -54,29 +68,74 @@ class Journal:
             self.log(f"warning: step {record.step} compiled something that the warm-up had not; it may be slow")
         self.compiles_after_warmup = record.compiles_after_warmup
         tau = self._evaluate(record.step)
-        line = asdict(record) | ({"tau": tau} if tau is not None else {})
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
+        self._metrics.add(asdict(record) | ({"tau": tau} if tau is not None else {}))
         for listener in self.listeners:
             listener.step(record, tau)
         every = self.job.config.checkpoint.every
-        if every and record.step % every == 0:
-            self.save_checkpoint()
+        due = every > 0 and record.step % every == 0
+        self._checkpoint_due |= due
+        self._write_or_warn(again=due)
 
     def log(self, line: str) -> None:
         for listener in self.listeners:
             listener.log(line)
 
     def finish(self) -> None:
-        """Saves the last weights as checkpoint and as `draft/`."""
-        if self.saved_step != self.last_step:
-            self.save_checkpoint()
-        self._save_draft("draft", None)
-        self._metrics.close()
+        """Saves what is left, and the last weights as checkpoint and as `draft/`.
 
-    def save_checkpoint(self) -> None:
+        Raises:
+            InputError: something cannot be written. Then the rest is there all the same, and nothing is there in half.
+        """
+        self._checkpoint_due = self.saved_step != self.last_step
+        failure: OSError | None = None
+        for write in (self._write_due, lambda: self._save_draft("draft", self.drafter, self.last_step, None)):
+            try:
+                write()
+            except OSError as error:
+                failure = failure or error
+        self._metrics.close()
+        if failure:
+            last = f"from step {self.saved_step}" if self.saved_step is not None else "from the start"
+            raise InputError(
+                f"step {self.last_step} could not be saved: {explained(failure) or failure}, then go on with --resume "
+                f"({last})"
+            ) from failure
+        self.checkpoints.drop_old(self._state())
+
+    def _write_or_warn(self, again: bool) -> None:
+        """Writes all that is due. What goes wrong is said when it begins, when its cause changes, and `again`."""
+        try:
+            self._write_due()
+        except OSError as error:
+            if self._best and self._best.drafter is self.drafter:
+                self._best = replace(self._best, drafter=deepcopy(self.drafter).cpu())
+            if again or error.errno != self._trouble:
+                self.log(
+                    f"warning: step {self.last_step} could not be saved: {explained(error) or error}; training goes "
+                    "on, and saving is tried again after every step"
+                )
+            self._trouble = error.errno
+        else:
+            if self._trouble is not None:
+                self.log(f"step {self.last_step}: all that could not be saved before is saved now")
+            self._trouble = None
+
+    def _write_due(self) -> None:
+        self._metrics.write()
+        if self._best:
+            self._save_draft("best", self._best.drafter, self._best.step, self._best.tau)
+            self._best = None
+        if self._checkpoint_due:
+            self._metrics.sync()
+            state = self._state()
+            path = self.checkpoints.save(Checkpoint(state, self.drafter.state_dict(), self.optimizers.state()))
+            self.saved_step, self._checkpoint_due = self.last_step, False
+            self.log(f"saved {path}")
+            self.checkpoints.drop_old(state)
+
+    def _state(self) -> TrainState:
         job = self.job
-        state = TrainState(
+        return TrainState(
             step=self.last_step,
             steps=job.steps,
             threads=job.threads,
@@ -88,9 +147,6 @@ class Journal:
             best_tau=self.best_tau,
             best_step=self.best_step,
         )
-        path = self.checkpoints.save(Checkpoint(state, self.drafter.state_dict(), self.optimizers.state()))
-        self.saved_step = self.last_step
-        self.log(f"saved {path}")
 
     def _evaluate(self, step: int) -> float | None:
         """Decoded τ on the held-out prompts, if one is due; the best so far is kept, ties go to the later step."""
@@ -103,10 +159,10 @@ class Journal:
         tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens)
         if self.best_tau is None or tau >= self.best_tau:
             self.best_tau, self.best_step = tau, step
-            self._save_draft("best", tau)
+            self._best = _Best(self.drafter, step, tau)
         return tau
 
-    def _save_draft(self, name: str, tau: float | None) -> None:
+    def _save_draft(self, name: str, drafter: Drafter, step: int, tau: float | None) -> None:
         job = self.job
         provenance: dict[str, Any] = {
             "draftsmith": __version__,
@@ -114,33 +170,11 @@ class Journal:
             "target_revision": job.config.target.revision,
             "target_adapter": job.config.target.adapter,
             "target_fingerprint": job.target.fingerprint,
-            "step": self.last_step,
+            "step": step,
             "tau": tau,
             "decisions": {d.name: [str(d.value), d.reason] for d in job.decisions},
         }
-        card = model_card(job.target.spec.path, self.drafter.config, self.last_step, tau)
+        card = model_card(job.target.spec.path, drafter.config, step, tau)
         save_drafter(
-            self.folder / name, self.drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
+            self.folder / name, drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
         )
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Keeps the lines up to `step`, byte for byte; later ones belong to steps that will be taken again."""
-    if not path.exists():
-        return
-    kept = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or (_step_of(line) or 0) > step:
-                break
-            kept += len(line)
-    with path.open("rb+") as file:
-        file.truncate(kept)
-
-
-def _step_of(line: bytes) -> float | None:
-    """None for a line that somebody has damaged: it is kept like its neighbours."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
