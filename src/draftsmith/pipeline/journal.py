@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics, evaluations, checkpoints, the served drafter."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import InputError, explained
+from draftsmith.errors import NO_ROOM, InputError, explained
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
 from draftsmith.pipeline.metrics import MetricsLog
@@ -69,16 +70,23 @@ class Journal:
         self.compiles_after_warmup = record.compiles_after_warmup
         tau = self._evaluate(record.step)
         self._metrics.add(asdict(record) | ({"tau": tau} if tau is not None else {}))
-        for listener in self.listeners:
-            listener.step(record, tau)
+        self._tell(lambda listener: listener.step(record, tau))
         every = self.job.config.checkpoint.every
         due = every > 0 and record.step % every == 0
         self._checkpoint_due |= due
         self._write_or_warn(again=due)
 
     def log(self, line: str) -> None:
+        self._tell(lambda listener: listener.log(line))
+
+    def _tell(self, tell: Callable[[Listener], None]) -> None:
+        """A display that finds no room (a log on the disk that is full) does not end a run: its record is kept here."""
         for listener in self.listeners:
-            listener.log(line)
+            try:
+                tell(listener)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
 
     def finish(self) -> None:
         """Saves what is left, and the last weights as checkpoint and as `draft/`.
