@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NO_SPACE = "free some space, or choose a place that has it"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = "choose a place that you may write, or change its permissions"
 _REMEDIES = {
-    errno.ENOSPC: _NO_SPACE,
-    errno.EDQUOT: _NO_SPACE,
-    errno.EFBIG: _NO_SPACE,
+    **dict.fromkeys(NO_ROOM, _NO_SPACE),
     errno.EACCES: _NO_PERMISSION,
     errno.EPERM: _NO_PERMISSION,
     errno.EROFS: _NO_PERMISSION,
@@ -19,6 +18,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "one of its links leads back to itself; mend it",
     errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "close other programs; the whole machine has too many open files",
     errno.EIO: "the disk failed; look into the system's log",
 }
 

@@ -103,7 +103,8 @@ def test_stopped_and_resumed_is_byte_for_byte_the_same(processes: int, tmp_path:
     assert whole is not None
     assert prepare(files, tmp_path / "parts", renderer, processes, stop_at=4) is None
     assert not (tmp_path / "parts" / "manifest.json").exists()
-    (tmp_path / "parts" / "shards" / "000009-x.partial").write_bytes(b"half")
+    (tmp_path / "parts" / "shards" / ".000009-x.arrow.new").mkdir()
+    (tmp_path / "parts" / "shards" / ".000009-x.arrow.new" / "000009-x.arrow").write_bytes(b"half")
     resumed = prepare(files, tmp_path / "parts", renderer, processes)
     assert resumed is not None
     assert 0 < resumed.reused < resumed.shards
@@ -151,7 +152,7 @@ def test_two_at_once_are_refused(tmp_path: Path, renderer: Renderer) -> None:
             heard.append(str(error))
 
     Preparer(find_sources([path]), Work(renderer), tmp_path / "out", 1).run(threading.Event(), again)
-    assert "is being prepared by another process" in heard[0]
+    assert "is in use by another draftsmith process" in heard[0]
 
 
 def test_everything_that_matters_is_in_the_key() -> None:
@@ -344,11 +345,12 @@ def test_a_kill_while_a_preparation_begins_leaves_no_dead_end(tmp_path: Path, re
     """It may leave what it was writing; the file itself is there whole or not at all."""
     out = tmp_path / "out"
     out.mkdir()
-    (out / "preparing.json.partial").write_text('{"form')
+    (out / ".preparing.json.new").mkdir()
+    (out / ".preparing.json.new" / "preparing.json").write_text('{"form')
     made = prepare([write(tmp_path / "a.jsonl", lines(20))], out, renderer)
     assert made is not None
     assert made.kept
-    assert not list(out.glob("*.partial"))
+    assert not list(out.glob(".*.new"))
 
 
 @pytest.mark.parametrize("name", ["preparing.json", "manifest.json"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,15 +17,15 @@ from draftsmith import cli, embedded
 from draftsmith.data.conversations import read_prompts
 from draftsmith.data.template import Renderer
 from draftsmith.decode.speculate import speculative_generate
-from draftsmith.drafter import checkpoint
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter, write_folder
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
 from draftsmith.drafter.init import random_init
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import ConfigError, InputError
+from draftsmith.errors import ConfigError, InputError, explained
 from draftsmith.export.convert import export_drafter, import_drafter
 from draftsmith.report.session import load_pair
 from draftsmith.target.load import Target, TargetSpec
+from faults import largest_file, small_disk
 
 CPU = torch.device("cpu")
 DEMO = TargetSpec("demo")
@@ -339,11 +338,17 @@ def test_an_impossible_number_is_named(key: str, value: Any, draft: Path, tmp_pa
         export_drafter(str(rewrite(draft, **{key: value})), "zlab", tmp_path / "out")
 
 
-def test_a_full_disk_leaves_nothing_half_done(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
+def test_a_full_disk_leaves_nothing_half_done(draft: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 100_000) as disk:
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            export_drafter(str(draft), "zlab", disk / "out")
+        assert explained(caught.value) == (
+            f"{disk / 'out'}: No space left on device; free some space, or choose a place that has it"
+        )
+        assert not list(disk.iterdir())
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(InputError, match=r"out cannot be written: .*No space left.*; free some space"):
+
+def test_a_file_that_may_not_grow_leaves_nothing_half_done(draft: Path, tmp_path: Path) -> None:
+    with largest_file(10_000), pytest.raises(OSError, match=r"File too large: '.*/out'"):
         export_drafter(str(draft), "zlab", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"draft"}

@@ -1,5 +1,6 @@
 """Kept features are the computed ones: same bits in memory, on disk, after a kill, read by others, and never stale."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from conftest import run_training
 from draftsmith import cli
 from draftsmith.config import Config
 from draftsmith.errors import ConfigError, InputError
-from draftsmith.pipeline import keeping, store
+from draftsmith.pipeline import keeping
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.store import DiskStore, MemoryStore, StoreIdentity
 from draftsmith.target.load import Target
+from faults import largest_file, no_handles, small_disk
 
 MakeConfig = Callable[..., Config]
 IDENTITY = StoreIdentity("target", (0, 1), "float32", "documents")
@@ -174,9 +176,11 @@ def test_a_cut_shard_and_a_leftover_do_not_stop_a_run(tmp_path: Path) -> None:
     shards = sorted(tmp_path.glob("shard-*"))
     assert len(shards) == 6
     shards[2].write_bytes(shards[2].read_bytes()[:-1])
-    (tmp_path / "shard-000009.new").write_bytes(b"half")  # of a killed process
+    (tmp_path / ".shard-000009.safetensors.new").mkdir()  # of a killed process
+    (tmp_path / ".shard-000009.safetensors.new" / ".tmpab").write_bytes(b"half")
     again = open_store(tmp_path, said)
     assert "5 of 6 documents" in again.summary
+    assert not list(tmp_path.glob(".shard-*"))
     assert again.get([2]) is None
     assert again.get([1, 2]) is None
     assert len(said) == 1
@@ -302,16 +306,62 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     assert "has 1.0 MiB free" in str(make_plan(config, this_machine()).refusal)
 
 
-def test_a_disk_that_fills_up_stops_the_run_with_the_remedy(
-    small: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shards_that_find_no_room_are_given_up_and_training_goes_on(
+    small: MakeConfig, forwards: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(store, "save_file", full)
+    """A disk with room for some shards: the others are computed again, the bits are those of online training."""
+    run_training(small("online"))
+    online = len(forwards)
+    forwards.clear()
     monkeypatch.setattr(DiskStore.__init__, "__defaults__", (2**20,))
-    with pytest.raises(InputError, match=r"cannot be written: .*No space left on device; make room and go on"):
-        run_training(small("run", features="disk"))
+    config = small("run", features="disk", store__dir=str(tmp_path / "disk" / "features"))
+    plenty = namedtuple("usage", "total used free")(2**40, 0, 2**40)  # somebody else fills it up after the check
+    monkeypatch.setattr(keeping.shutil, "disk_usage", lambda path: plenty)
+    with small_disk(tmp_path / "disk", 5 * 2**19) as disk:
+        _, quiet, _ = run_training(config)
+        assert len(list((disk / "features").glob("shard-*.safetensors"))) >= 1
+        assert not list((disk / "features").glob(".shard-*"))
+    assert same_bits(config, small("online"))
+    assert online // 2 < len(forwards) < online
+    (said,) = [line for line in quiet.lines if line.startswith("warning: features")]
+    assert re.fullmatch(
+        r"warning: features of \d+ documents are not kept: .*/shard-\d+\.safetensors: No space left on device; free "
+        r"some space, .*; training goes on, the target computes them again, and the next shard is tried",
+        said,
+    )
+
+
+def test_shards_are_written_again_when_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    kept = open_store(tmp_path, said, shard_bytes=1)
+    with largest_file(100):
+        kept.put([0], some_features(1))
+        kept.put([1], some_features(2)[1:])
+    assert kept.get([0]) is None
+    kept.put([2], some_features(3)[2:])
+    kept.put([0], some_features(1))
+    kept.close()
+    assert [line.partition(":")[0] for line in said] == ["warning", "features"]
+    assert said[1].endswith("can be written again")
+    again = open_store(tmp_path)
+    assert again.get([0, 2]) is not None
+    assert again.get([1]) is None
+
+
+def test_no_handles_left_is_no_damage(tmp_path: Path) -> None:
+    said: list[str] = []
+    kept = open_store(tmp_path, said, shard_bytes=1)
+    kept.put([0], some_features(1))
+    with no_handles():
+        assert kept.get([0]) is None
+        assert kept.get([0]) is None
+    assert kept.get([0]) is not None
+    assert len(said) == 1
+    assert "Too many open files; allow more open files (ulimit -n)" in said[0]
+    kept.close()
+    with no_handles(), pytest.raises(OSError, match="Too many open files"):
+        open_store(tmp_path)
+    assert not list(tmp_path.glob("*.damaged"))
 
 
 def test_features_that_do_not_fit_into_memory_are_refused(small: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ from draftsmith.files import file_hash
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints
-from draftsmith.pipeline.journal import DivergedError, cut_lines
+from draftsmith.pipeline.journal import DivergedError
+from draftsmith.pipeline.metrics import cut_lines
 from draftsmith.pipeline.prepare import read_corpus
 from draftsmith.pipeline.trainer import Run
 from draftsmith.pipeline.workers import DrafterWorker, TargetWorker
@@ -368,7 +369,9 @@ def test_nothing_newer_is_deleted(tmp_path: Path, demo_config: MakeConfig) -> No
     assert older is not None
     from dataclasses import replace
 
-    checkpoints.save(replace(older, state=replace(older.state, step=3)))
+    third = replace(older.state, step=3)
+    checkpoints.save(replace(older, state=third))
+    checkpoints.drop_old(third)
     assert checkpoints.steps() == [3, 5, 6]
 
 

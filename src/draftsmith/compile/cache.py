@@ -4,7 +4,6 @@ PyTorch does not record who wrote an entry, so the guard appends a line per comp
 Processes that share the directory take `<directory>.lock`: shared to compile, alone to set aside or clear.
 """
 
-import fcntl
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from draftsmith.compile.damage import (
     named_by,
 )
 from draftsmith.compile.journal import Stamp, append_stamps, read_stamps
+from draftsmith.files import FileLock
 
 LOCK_WAIT_S = 60.0
 UNKNOWN = "unknown"
@@ -134,34 +134,27 @@ def held(directory: Path, alone: bool = False) -> Iterator[None]:
     lock = None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(lock_file(directory), os.O_RDWR | os.O_CREAT, 0o666)
-        _wait_for_lock(lock, directory, alone)
+        lock = _wait_for_lock(directory, alone)
     except (OSError, CacheError) as trouble:
         if alone:
-            _unlock(lock)
             raise CacheError(str(trouble)) from trouble
         log.warning("compiling without the lock of the compiler cache: %s", trouble)
     try:
         yield
     finally:
-        _unlock(lock)
+        if lock is not None:
+            lock.release()
 
 
-def _wait_for_lock(lock: int, directory: Path, alone: bool) -> None:
+def _wait_for_lock(directory: Path, alone: bool) -> FileLock:
     end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            return FileLock(lock_file(directory), alone=alone)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise CacheError(f"another process uses {directory}; try again when it has ended") from None
         time.sleep(0.05)
-
-
-def _unlock(lock: int | None) -> None:
-    if lock is not None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # closing would not do while a child that inherited it lives
-        os.close(lock)
 
 
 def lock_file(directory: Path) -> Path:

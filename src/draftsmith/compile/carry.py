@@ -9,7 +9,6 @@ seconds of the C++ compiler.
 """
 
 import json
-import os
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ from draftsmith.compile.cache import (
 )
 from draftsmith.compile.damage import content_name, files_below, read_whole
 from draftsmith.compile.journal import Stamp, append_stamps, parse_stamp, read_stamps
-from draftsmith.files import is_inside
+from draftsmith.files import file_aside, is_inside
 
 FORMAT = 1
 
@@ -171,14 +170,10 @@ def _collect(directory: Path, stamps: list[Stamp]) -> _Found:
 
 def _write(file: Path, manifest: dict[str, Any], artifacts: bytes, stamps: list[Stamp]) -> None:
     """Whole or not at all."""
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        with file_aside(file) as aside, zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("manifest.json", json.dumps(manifest, indent=1))
             archive.writestr("stamps.json", json.dumps([asdict(stamp) for stamp in stamps]))
             archive.writestr("artifacts", artifacts)
-        os.replace(part, file)
     except OSError as error:
         raise CacheError(f"{file}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)

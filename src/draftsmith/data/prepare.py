@@ -5,13 +5,10 @@ it was made from. So there is no state to resume: chunks whose shard is there an
 workers finish in, and however often a run was killed, the folder ends up the same byte for byte.
 """
 
-import fcntl
 import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +29,7 @@ from draftsmith.data.shards import (
 )
 from draftsmith.data.sources import Chunk, Source, read_chunks
 from draftsmith.errors import ConfigError, InputError
-from draftsmith.files import file_hash
+from draftsmith.files import LOCK, file_hash, lock_folder, recover, remove, write_text
 
 HASHES_AT_ONCE = 2**23  # 64 MiB: duplicates are counted in as many passes as that takes
 
@@ -87,7 +84,7 @@ class Preparer:
             ConfigError: the folder holds something else.
             InputError: a file cannot be read, or a worker died.
         """
-        with _locked(self._out):
+        with lock_folder(self._out, "--out"):
             self._check_folder()
             (self._out / SHARDS).mkdir(exist_ok=True)
             crew = Alone(self._work) if self._processes == 1 else Crew(self._work, self._processes)
@@ -101,7 +98,8 @@ class Preparer:
         """The folder is empty, or was begun by the same command."""
         about = self._about()
         path = self._out / UNFINISHED
-        inside = {entry.name for entry in self._out.iterdir()} - {_partial(path).name}
+        recover(path)
+        inside = {entry.name for entry in self._out.iterdir()} - {LOCK}
         if path.is_file() or MANIFEST in inside:
             before = read_manifest(self._out, MANIFEST if MANIFEST in inside else UNFINISHED)
             self._hashes = {entry["name"]: entry["sha256"] for entry in before.get("shards", [])}
@@ -113,7 +111,7 @@ class Preparer:
         elif inside:
             raise ConfigError(f"--out {self._out} is not empty and no prepared data; choose another folder")
         else:
-            _replace_text(path, [json.dumps(about)])
+            write_text(path, [json.dumps(about)])
 
     def _about(self) -> dict[str, Any]:
         """What makes a folder another folder: not the content of the files, which may grow."""
@@ -187,9 +185,9 @@ class Preparer:
         names = [self._names[number] for number in sorted(self._names)]
         folder = self._out / SHARDS
         paths = [folder / name for name in names]
-        _replace_text(self._out / REJECTS, _reject_lines(paths))
+        write_text(self._out / REJECTS, _reject_lines(paths))
         if self._work.prompts is not None:
-            _replace_text(self._out / CONTAMINATION, _contamination_lines(paths))
+            write_text(self._out / CONTAMINATION, _contamination_lines(paths))
         counts = [self._counts[number] for number in sorted(self._counts)]
         lengths: Counter[int] = Counter()
         for count in counts:
@@ -210,9 +208,9 @@ class Preparer:
         entries = [{"name": path.name, "sha256": file_hash(path), "bytes": path.stat().st_size} for path in paths]
         summary = {name: value for name, value in asdict(result).items() if name != "reused"}
         manifest = self._about() | {"summary": summary, "shards": entries}
-        _replace_text(self._out / MANIFEST, [json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"])
+        write_text(self._out / MANIFEST, [json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"])
         for path in set(folder.iterdir()) - set(paths):
-            path.unlink()
+            remove(path)
         (self._out / UNFINISHED).unlink(missing_ok=True)
         return result
 
@@ -227,20 +225,6 @@ def _contamination_lines(paths: Sequence[Path]) -> Iterator[str]:
     for shard in map(Shard, paths):
         for entry in shard.contains:
             yield json.dumps({"file": shard.counts.file, **asdict(entry)}, ensure_ascii=False) + "\n"
-
-
-def _replace_text(path: Path, parts: Iterator[str] | Sequence[str]) -> None:
-    """Writes a file in one step."""
-    temporary = _partial(path)
-    with temporary.open("w", encoding="utf-8") as out:
-        out.writelines(parts)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
 
 
 def count_duplicates(paths: Sequence[Path], at_once: int = HASHES_AT_ONCE) -> int:
@@ -263,20 +247,3 @@ def _hashes(path: Path) -> Any:
     shard = Shard(path)
     words = np.frombuffer(shard.batch.column("content_hash").buffers()[1], np.uint64).reshape(-1, 4)
     return words[conversation_starts(shard.column("line")), 0]
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The folder for one process alone; the lock goes with the process."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ConfigError(f"--out {folder} is being prepared by another process") from None
-    finally:
-        os.close(handle)

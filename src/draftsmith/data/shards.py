@@ -5,7 +5,6 @@ be understood. Its name carries a hash of everything it was made from: a shard t
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from draftsmith.data.hub import MANIFEST, SHARDS
 from draftsmith.data.rendered import Rendered
 from draftsmith.data.template import Document
 from draftsmith.errors import InputError
-from draftsmith.files import file_hash, is_inside
+from draftsmith.files import file_aside, file_hash, is_inside
 
 FORMAT = "draftsmith data 1"
 REJECTS, CONTAMINATION = "rejects.jsonl", "contamination.jsonl"
@@ -81,13 +80,8 @@ def write_shard(
         ],
         schema=SCHEMA.with_metadata({"draftsmith": json.dumps({**asdict(counts), **about})}),
     )
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as out:
-        with pa.ipc.new_file(out, table.schema) as writer:
-            writer.write_batch(table)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(path)
+    with file_aside(path) as aside, pa.ipc.new_file(str(aside), table.schema) as writer:
+        writer.write_batch(table)
     return counts
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,15 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.drafter.config import DrafterConfig
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import ConfigError, InputError, written_below
+from draftsmith.errors import ConfigError, InputError
+from draftsmith.files import folder_aside
 from draftsmith.hub_names import is_hub_name, pinned
+from draftsmith.tensors import save_tensors
 
 PROVENANCE = "draftsmith.json"
 MASK_EMBEDDING = "mask_embedding.pt"  # of some other trainers
@@ -26,7 +27,7 @@ def save_drafter(
     folder: Path, drafter: Drafter, *, dtype: torch.dtype, provenance: Mapping[str, Any], card: str
 ) -> None:
     """Writes `config.json`, `model.safetensors` (no metadata but its format), `draftsmith.json` and a model card."""
-    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
+    tensors = {name: tensor.to("cpu", dtype) for name, tensor in drafter.state_dict().items()}
     config = drafter.config.to_json(str(dtype).removeprefix("torch."))
     write_folder(folder, tensors, {"config.json": to_text(config), PROVENANCE: to_text(provenance), "README.md": card})
 
@@ -44,22 +45,10 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(f"{folder} is there and no folder; choose another name")
-    aside = folder.with_name(f".{folder.name}.new")
-    remove_tree(aside)
-    try:
-        with written_below(folder):
-            aside.mkdir(parents=True)
-            save_file(dict(tensors), aside / "model.safetensors", metadata={"format": "pt"})
-            for name, text in texts.items():
-                (aside / name).write_text(text, encoding="utf-8")
-            replace_folder(aside, folder)
-    except (OSError, SafetensorError) as error:
-        remove_tree(aside)
-        if isinstance(error, SafetensorError):  # what its library makes of a disk that is full
-            raise InputError(
-                f"{folder} cannot be written: {error}; free some space, or choose another place"
-            ) from error
-        raise
+    with folder_aside(folder) as aside:
+        save_tensors(tensors, aside / "model.safetensors")
+        for name, text in texts.items():
+            (aside / name).write_text(text, encoding="utf-8")
 
 
 def load_drafter(folder: Path, device: torch.device) -> Drafter:
@@ -192,26 +181,3 @@ def read_provenance(folder: Path) -> dict[str, Any]:
         if not isinstance(data.get(key), str | None):
             raise InputError(f"{path}: {key} is {data[key]!r}, expected a string; mend or remove it")
     return data
-
-
-def remove_tree(folder: Path) -> None:
-    """Deletes a folder with all that is in it; no error if it is not there."""
-    if folder.is_dir():
-        shutil.rmtree(folder)
-
-
-def replace_folder(aside: Path, folder: Path) -> None:
-    """Makes `aside` durable and puts it in the place of `folder`."""
-    for item in [*aside.iterdir(), aside]:
-        descriptor = os.open(item, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    old = folder.with_name(f".{folder.name}.old")
-    remove_tree(old)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    remove_tree(old)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

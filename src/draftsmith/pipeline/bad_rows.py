@@ -3,9 +3,11 @@
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from draftsmith.nouns import Row
+from draftsmith.pipeline.metrics import StepLog
 
 
 class TooManyBadRowsError(RuntimeError):
@@ -19,12 +21,14 @@ class BadRows:
     lines are on disk before its line in `metrics.jsonl`, and a resumed run counts those that its checkpoint knew of.
     """
 
-    def __init__(self, path: Path, budget: int) -> None:
-        self._path, self._budget = path, budget
+    def __init__(self, folder: Path, step: int, budget: int) -> None:
+        """`step` is that of the checkpoint: what came later will come again."""
+        self._path, self._budget = folder / "bad-rows.jsonl", budget
         self._lock = threading.Lock()
         self._noted: list[tuple[int, Sequence[int], Sequence[int], str]] = []
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._count = sum(len(json.loads(line)["rows"]) for line in lines)
+        self._lines = StepLog(self._path, step)
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        self._count = sum(len(json.loads(line)["rows"]) for line in text.splitlines())
 
     def note(self, step: int, row: Row, reason: str) -> None:
         """A row of this step (from 1) was left out."""
@@ -38,7 +42,7 @@ class BadRows:
             self._noted.append((step, list(rows), [], reason))
 
     def settle(self, step: int) -> list[str]:
-        """Writes what was noted up to this step. Returns a warning per entry.
+        """Counts what was noted up to this step. Returns a warning per entry.
 
         Raises:
             TooManyBadRowsError: the budget is spent.
@@ -48,14 +52,9 @@ class BadRows:
             self._noted = [n for n in self._noted if n[0] > step]
         if not noted:
             return []
-        lines = [
-            json.dumps({"step": at, "rows": list(rows), "documents": list(documents), "reason": reason})
-            for at, rows, documents, reason in noted
-        ]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
         warnings = []
-        for at, rows, _, reason in noted:
+        for at, rows, documents, reason in noted:
+            self._lines.add({"step": at, "rows": list(rows), "documents": list(documents), "reason": reason})
             self._count += len(rows)
             which = f"row {rows[0]}" if len(rows) == 1 else f"all rows from {rows[0]} to {rows[-1]}"
             warnings.append(
@@ -63,8 +62,17 @@ class BadRows:
                 f"{self._path.name} lists them)"
             )
         if self._count > self._budget:
+            with suppress(OSError):  # a full disk is not the cause
+                self.write()
             raise TooManyBadRowsError(
                 f"{self._count} rows could not be learned from, train.max_bad_rows allows {self._budget}; the last: "
                 f"{noted[-1][3]}. {self._path} lists them; the last checkpoint is whole"
             )
         return warnings
+
+    def write(self) -> None:
+        """Writes what was counted. Raises what `StepLog.write` raises."""
+        self._lines.write()
+
+    def close(self) -> None:
+        self._lines.close()

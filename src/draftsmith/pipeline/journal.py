@@ -1,9 +1,9 @@
 """What a run leaves behind: metrics, evaluations, checkpoints, the served drafter."""
 
-import json
 from collections import deque
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,15 +11,16 @@ from typing import Any, Protocol
 from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.drafter.checkpoint import save_drafter
+from draftsmith.drafter.model import Drafter
+from draftsmith.errors import NO_ROOM, InputError, explained
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
+from draftsmith.pipeline.metrics import StepLog
 from draftsmith.pipeline.prepare import Job
 from draftsmith.pipeline.workers import DrafterWorker
 from draftsmith.report.card import model_card
 from draftsmith.target.load import stored_dtype
-
-BAD_ROWS = "bad-rows.jsonl"
 
 
 class DivergedError(ArithmeticError):
@@ -34,11 +35,22 @@ class Listener(Protocol):
     def log(self, line: str) -> None: ...
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Best:
+    """A drafter that is to be written as `best/`: the one in training, or a copy of it if that did not work at once."""
+
+    drafter: Drafter
+    step: int
+    tau: float
+
+
 class Journal:
     """Keeps the record of a run. Called by replica 0 between steps, and by the main thread when workers have ended.
 
-    Order within a step: evaluation, line in `metrics.jsonl`, checkpoint. So a checkpoint never knows of a step whose
-    line is not on disk.
+    Order within a step: evaluation, lines in `bad-rows.jsonl`, line in `metrics.jsonl`, `best/`, checkpoint. So a
+    checkpoint never knows of a step whose line is not on disk, nor of a best drafter that is not. What cannot be
+    written (a full disk) is said, waits, and is tried again after every step in the same order, while training goes on;
+    the checkpoint is then that of the later step.
     """
 
     def __init__(
@@ -55,8 +67,10 @@ class Journal:
         self.saved_step = start.step if start else None
         self.compiles_after_warmup = 0
         self.recent: deque[StepRecord] = deque(maxlen=10)
-        cut_lines(folder / "metrics.jsonl", self.last_step)
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics = StepLog(folder / "metrics.jsonl", self.last_step)
+        self._best: _Best | None = None  # not written yet
+        self._checkpoint_due = False
+        self._trouble: int | None = None  # error number of what could not be written
 
     def record(self, record: StepRecord) -> None:
         """One step has ended on all replicas."""
@@ -70,31 +84,84 @@ class Journal:
             self.log(f"warning: step {record.step} compiled something that the warm-up had not; it may be slow")
         self.compiles_after_warmup = record.compiles_after_warmup
         tau = self._evaluate(record.step)
-        line = asdict(record) | ({"tau": tau} if tau is not None else {})
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-        for listener in self.listeners:
-            listener.step(record, tau)
+        self._metrics.add(asdict(record) | ({"tau": tau} if tau is not None else {}))
+        self._tell(lambda listener: listener.step(record, tau))
         every = self.job.config.checkpoint.every
-        if every and record.step % every == 0:
-            self.save_checkpoint()
+        due = every > 0 and record.step % every == 0
+        self._checkpoint_due |= due
+        self._write_or_warn(again=due)
 
     def log(self, line: str) -> None:
+        self._tell(lambda listener: listener.log(line))
+
+    def _tell(self, tell: Callable[[Listener], None]) -> None:
+        """A display that finds no room (a log on the disk that is full) does not end a run: its record is kept here."""
         for listener in self.listeners:
-            listener.log(line)
+            try:
+                tell(listener)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
 
     def finish(self) -> None:
-        """Saves the last weights as checkpoint and as `draft/`."""
-        if self.saved_step != self.last_step:
-            self.save_checkpoint()
-        self._save_draft("draft", None)
-        self._metrics.close()
+        """Saves what is left, and the last weights as checkpoint and as `draft/`.
 
-    def save_checkpoint(self) -> None:
-        """Raises `DivergedError` instead of saving weights that nothing can go on from."""
+        Raises:
+            InputError: something cannot be written. Then the rest is there all the same, and nothing is there in half.
+        """
+        self._checkpoint_due = self.saved_step != self.last_step
+        failure: OSError | None = None
+        for write in (self._write_due, lambda: self._save_draft("draft", self.drafter, self.last_step, None)):
+            try:
+                write()
+            except OSError as error:
+                failure = failure or error
+        self._metrics.close()
+        self.bad_rows.close()
+        if failure:
+            last = f"from step {self.saved_step}" if self.saved_step is not None else "from the start"
+            raise InputError(
+                f"step {self.last_step} could not be saved: {explained(failure) or failure}, then go on with --resume "
+                f"({last})"
+            ) from failure
+        self.checkpoints.drop_old(self._state())
+
+    def _write_or_warn(self, again: bool) -> None:
+        """Writes all that is due. What goes wrong is said when it begins, when its cause changes, and `again`."""
+        try:
+            self._write_due()
+        except OSError as error:
+            if self._best and self._best.drafter is self.drafter:
+                self._best = replace(self._best, drafter=deepcopy(self.drafter).cpu())
+            if again or error.errno != self._trouble:
+                self.log(
+                    f"warning: step {self.last_step} could not be saved: {explained(error) or error}; training goes "
+                    "on, and saving is tried again after every step"
+                )
+            self._trouble = error.errno
+        else:
+            if self._trouble is not None:
+                self.log(f"step {self.last_step}: all that could not be saved before is saved now")
+            self._trouble = None
+
+    def _write_due(self) -> None:
+        self.bad_rows.write()
+        self._metrics.write()
+        if self._best:
+            self._save_draft("best", self._best.drafter, self._best.step, self._best.tau)
+            self._best = None
+        if self._checkpoint_due:
+            self._check_weights()
+            self._metrics.sync()
+            state = self._state()
+            path = self.checkpoints.save(Checkpoint(state, self.drafter.state_dict(), self.optimizers.state()))
+            self.saved_step, self._checkpoint_due = self.last_step, False
+            self.log(f"saved {path}")
+            self.checkpoints.drop_old(state)
+
+    def _state(self) -> TrainState:
         job = self.job
-        self._check_weights()
-        state = TrainState(
+        return TrainState(
             step=self.last_step,
             steps=job.steps,
             threads=job.threads,
@@ -106,11 +173,9 @@ class Journal:
             best_tau=self.best_tau,
             best_step=self.best_step,
         )
-        path = self.checkpoints.save(Checkpoint(state, self.drafter.state_dict(), self.optimizers.state()))
-        self.saved_step = self.last_step
-        self.log(f"saved {path}")
 
     def _check_weights(self) -> None:
+        """Raises `DivergedError` for weights that nothing can go on from: they are never saved."""
         for name, weight in self.drafter.named_parameters():
             if not weight.isfinite().all():
                 raise DivergedError(
@@ -130,10 +195,10 @@ class Journal:
         tau = decoded_tau(target, drafter.to(target.device), self.job.prompts, config.max_new_tokens, beat)
         if self.best_tau is None or tau >= self.best_tau:
             self.best_tau, self.best_step = tau, step
-            self._save_draft("best", tau)
+            self._best = _Best(self.drafter, step, tau)
         return tau
 
-    def _save_draft(self, name: str, tau: float | None) -> None:
+    def _save_draft(self, name: str, drafter: Drafter, step: int, tau: float | None) -> None:
         job = self.job
         provenance: dict[str, Any] = {
             "draftsmith": __version__,
@@ -141,33 +206,11 @@ class Journal:
             "target_revision": job.config.target.revision,
             "target_adapter": job.config.target.adapter,
             "target_fingerprint": job.target.fingerprint,
-            "step": self.last_step,
+            "step": step,
             "tau": tau,
             "decisions": {d.name: [str(d.value), d.reason] for d in job.decisions},
         }
-        card = model_card(job.target.spec.path, self.drafter.config, self.last_step, tau)
+        card = model_card(job.target.spec.path, drafter.config, step, tau)
         save_drafter(
-            self.folder / name, self.drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
+            self.folder / name, drafter, dtype=stored_dtype(job.target.config), provenance=provenance, card=card
         )
-
-
-def cut_lines(path: Path, step: int) -> None:
-    """Keeps the lines up to `step`, byte for byte; later ones belong to steps that will be taken again."""
-    if not path.exists():
-        return
-    kept = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or (_step_of(line) or 0) > step:
-                break
-            kept += len(line)
-    with path.open("rb+") as file:
-        file.truncate(kept)
-
-
-def _step_of(line: bytes) -> float | None:
-    """None for a line that somebody has damaged: it is kept like its neighbours."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -4,24 +4,24 @@ Features are kept per document, by its number in the corpus. So a store depends 
 documents, and on nothing else of a run: runs with other seeds, drafters or learning rates can share one.
 """
 
-import fcntl
+import errno
 import json
-import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.errors import ConfigError, InputError
+from draftsmith.errors import ConfigError, InputError, explained
+from draftsmith.files import LOCK, FileLock, file_aside, is_damage, recover, recover_all, write_text
+from draftsmith.tensors import open_tensors, save_tensors
 
 SHARD_BYTES = 256 * 2**20  # of features in one file
 _NOTE = "store.json"
@@ -115,6 +115,8 @@ class DiskStore:
       those documents again.
     - Every document is checked when it is read. A damaged shard is said, set aside (`.damaged`) and computed again.
     - At most (threads + 1) shards wait in memory: the thread that fills one writes it.
+    - A shard that cannot be written (a full disk) is given up, said, and its documents are computed again when they are
+      next asked for; the next shard is tried again. Training goes on, and memory stays bounded.
     """
 
     def __init__(
@@ -148,7 +150,12 @@ class DiskStore:
         self._waiting: dict[int, Tensor] = {}  # not on disk yet, those of the open shard among them
         self._open: dict[int, Tensor] = {}
         check_identity(folder, identity)
+        self._said: set[str] = set()
+        self._unwritten = 0  # documents given up since writing last worked
         self._writer = _locked(folder)
+        if self._writer:
+            recover_all(folder, "shard-*")
+            recover(folder / _NOTE)
         self._index()
         numbers = [path.name[6:12] for path in folder.glob("shard-*")]
         self._next = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
@@ -177,7 +184,10 @@ class DiskStore:
             try:
                 found |= _read_shard(path, [number for number, at in written.items() if at == path])
             except _DAMAGE as error:
-                self._forget(path, error)
+                if is_damage(error):
+                    self._forget(path, error)
+                else:
+                    self._say_once(f"features: {explained(error) or error}; its documents are computed meanwhile")
                 return None
         return [found[number].to(self._received) for number in documents]
 
@@ -209,30 +219,41 @@ class DiskStore:
         return path, shard
 
     def _write(self, path: Path, shard: Mapping[int, Tensor]) -> None:
-        aside = path.with_suffix(".new")
         sums = {str(number): _crc(hidden) for number, hidden in shard.items()}
         try:
-            save_file({str(n): h for n, h in shard.items()}, aside, {"format": "pt", "crc32": json.dumps(sums)})
-            _settle(aside)
-            aside.replace(path)
-            _settle(self.folder)
-        except (OSError, SafetensorError) as error:
-            aside.unlink(missing_ok=True)
-            raise InputError(
-                f"store.dir {self.folder}: {path.name} cannot be written: {error}; make room and go on with --resume"
-            ) from error
+            with file_aside(path) as aside:
+                save_tensors({str(n): h for n, h in shard.items()}, aside, {"crc32": json.dumps(sums)})
+        except OSError as error:
+            self._give_up(shard, error)
+            return
         with self._lock:
             for number in shard:
                 self._shards[number] = path
                 del self._waiting[number]
+            again, self._unwritten = self._unwritten > 0, 0
+        if again:
+            self._say(f"features: {self.folder} can be written again")
+
+    def _give_up(self, shard: Mapping[int, Tensor], error: OSError) -> None:
+        with self._lock:
+            for number in shard:
+                del self._waiting[number]
+            first, self._unwritten = self._unwritten == 0, self._unwritten + len(shard)
+        if first:
+            self._say(
+                f"warning: features of {len(shard)} documents are not kept: {explained(error) or error}; training goes "
+                "on, the target computes them again, and the next shard is tried"
+            )
 
     def _index(self) -> None:
         """Notes which documents are there, from the heads of the shards."""
         for path in sorted(self.folder.glob("shard-*.safetensors")):
             try:
-                with safe_open(path, "pt") as file:
+                with open_tensors(path) as file:
                     self._shards |= dict.fromkeys(map(int, file.keys()), path)
             except _DAMAGE as error:
+                if not is_damage(error):
+                    raise
                 self._set_aside(path, error)
 
     def _forget(self, path: Path, error: Exception) -> None:
@@ -250,9 +271,16 @@ class DiskStore:
             path.rename(path.with_name(f"{path.name}.damaged"))
         self._say(f"features: {path} is damaged ({error}); its documents are computed again")
 
+    def _say_once(self, line: str) -> None:
+        with self._lock:
+            new = line not in self._said
+            self._said.add(line)
+        if new:
+            self._say(line)
+
     def _release(self) -> None:
         if self._writer:
-            self._writer.close()
+            self._writer.release()
         self._writer = None
 
 
@@ -275,6 +303,8 @@ def check_identity(folder: Path, identity: StoreIdentity) -> None:
         found = json.loads(note.read_text())
         differing = [key for key, value in asdict(identity).items() if found[key] != _plain(value)]
     except _DAMAGE as error:
+        if not is_damage(error):
+            raise
         raise InputError(
             f"store.dir: {note} cannot be read ({error}); remove {folder} or set another store.dir"
         ) from None
@@ -289,13 +319,11 @@ def _plain(value: object) -> object:
 
 
 def _write_note(folder: Path, identity: StoreIdentity) -> None:
-    aside = folder / f".{_NOTE}.new"
-    aside.write_text(json.dumps(asdict(identity), indent=2) + "\n")
-    aside.replace(folder / _NOTE)
+    write_text(folder / _NOTE, [json.dumps(asdict(identity), indent=2) + "\n"])
 
 
-def _locked(folder: Path) -> IO[str] | None:
-    """The folder's lock file, held until it is closed; None if another process holds it or may not write there.
+def _locked(folder: Path) -> FileLock | None:
+    """The folder's lock; None if another process holds it, or this one may not write there.
 
     Raises:
         InputError: there is no such folder and it cannot be made.
@@ -305,21 +333,17 @@ def _locked(folder: Path) -> IO[str] | None:
     except OSError as error:
         raise InputError(f"store.dir {folder} cannot be made: {error.strerror}; set another") from None
     try:
-        file = (folder / ".lock").open("w")
-    except OSError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
+        return FileLock(folder / LOCK)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOLCK):
+            return None
+        raise
 
 
 def _read_shard(path: Path, numbers: Sequence[int]) -> dict[int, Tensor]:
     """Documents of a shard, each checked."""
     found = {}
-    with safe_open(path, "pt") as file:
+    with open_tensors(path) as file:
         sums = json.loads(file.metadata()["crc32"])
         for number in numbers:
             found[number] = file.get_tensor(str(number))
@@ -336,10 +360,3 @@ def _crc(hidden_TF: Tensor) -> int:
 def _host_copy(hidden_TF: Tensor) -> Tensor:
     """A copy of its own, in host memory."""
     return torch.empty_like(hidden_TF, device="cpu", memory_format=torch.contiguous_format).copy_(hidden_TF)
-
-
-def _settle(path: Path) -> None:
-    """Makes a file, or a folder's list of files, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -1,6 +1,6 @@
 """A training run from start to end: assemble the workers, run them, leave a served model."""
 
-import fcntl
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,17 +8,19 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith import __version__
 from draftsmith.compile import guard
 from draftsmith.config import Config, differing_keys, dump_config, load_config
 from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
 from draftsmith.errors import ConfigError, InputError, NothingToTrainOnError
+from draftsmith.files import LOCK, lock_folder, recover, write_text
 from draftsmith.nouns import Features
 from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints
 from draftsmith.pipeline.gradsync import GradientSync
-from draftsmith.pipeline.journal import BAD_ROWS, Journal, Listener, cut_lines
+from draftsmith.pipeline.journal import Journal, Listener
 from draftsmith.pipeline.keeping import check_keeping, open_store
 from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.optim import Optimizers, load_weights
@@ -29,10 +31,10 @@ from draftsmith.pipeline.transfer import to_device, worker_stream
 from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
 from draftsmith.pipeline.watch import Watch, WorkerClock
 from draftsmith.pipeline.workers import DrafterWorker, Feed, Meeting, TargetWorker, TrainSettings
-from draftsmith.report.crash import NAME as CRASH_REPORT
 from draftsmith.report.crash import Scene, flight_recorder, write_crash_report
 from draftsmith.report.progress import Gauges
 
+WRITTEN_BY = "written by draftsmith "  # heads the config of a run
 MAY_DIFFER = ("topology", "device", "checkpoint.", "eval.")  # between a run's config and the one it is resumed with
 
 
@@ -80,8 +82,7 @@ class Run:
         )
         if checkpoint:
             load_weights(job.drafter, checkpoint.weights)
-        cut_lines(folder / BAD_ROWS, start.step if start else 0)
-        self.bad_rows = BadRows(folder / BAD_ROWS, config.train.max_bad_rows)
+        self.bad_rows = BadRows(folder, first_step, config.train.max_bad_rows)
         self.drafters = {
             f"drafter {name}": self._replica(number, name, settings, checkpoint)
             for number, name in enumerate(job.topology.drafter)
@@ -172,6 +173,7 @@ def train(
     with locked(folder, resume):
         checkpoint = None
         checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        checkpoints.recover()
         if resume and (folder / "config.yaml").exists():
             check_resume(folder, config)
             checkpoint = checkpoints.latest(log)
@@ -242,19 +244,17 @@ def locked(folder: Path, resume: bool) -> Iterator[None]:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.dir {folder} is a file; choose another name")
-    if not resume and folder.is_dir() and any(item.name not in (".lock", CRASH_REPORT) for item in folder.iterdir()):
-        raise ConfigError(f"run.dir {folder} is not empty; use --resume to go on, or choose another run.dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"run.dir {folder} cannot be written: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"run.dir {folder} is in use by another draftsmith process") from None
+    _check_empty(folder, resume)  # a folder of somebody else gets no lock file either
+    with lock_folder(folder, "run.dir"):
+        _check_empty(folder, resume)  # another run may have begun and ended since
+        for name in ("config.yaml", "rejects.jsonl", "best", "draft"):
+            recover(folder / name)
         yield
+
+
+def _check_empty(folder: Path, resume: bool) -> None:
+    if not resume and folder.is_dir() and any(item.name not in (LOCK, CRASH_REPORT) for item in folder.iterdir()):
+        raise ConfigError(f"run.dir {folder} is not empty; use --resume to go on, or choose another run.dir")
 
 
 def check_resume(folder: Path, given: Config) -> None:
@@ -263,7 +263,7 @@ def check_resume(folder: Path, given: Config) -> None:
     Raises:
         ConfigError: another key differs; it is named.
     """
-    own = load_config(folder / "config.yaml")
+    own = load_own_config(folder / "config.yaml")
     for key in differing_keys(own, given):
         if key == "run.dir" or any(key == name.rstrip(".") or key.startswith(name) for name in MAY_DIFFER):
             continue
@@ -271,6 +271,24 @@ def check_resume(folder: Path, given: Config) -> None:
             f"resume: {key} differs from the run's own config; only topology, device, checkpoint.* and eval.* may. "
             f"Resume with {folder / 'config.yaml'} itself"
         )
+
+
+def load_own_config(path: Path) -> Config:
+    """The config of a run that another version may have written.
+
+    Raises:
+        ConfigError: it cannot be read; says if another version wrote it.
+    """
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        first = path.read_bytes().partition(b"\n")[0].decode(errors="replace") if os.access(path, os.R_OK) else ""
+        _, found, writer = first.partition(WRITTEN_BY)
+        if not found or writer == __version__:
+            raise
+        raise ConfigError(
+            f"resume: {error}; draftsmith {writer} wrote this run, and this is {__version__}: resume with {writer}"
+        ) from None
 
 
 def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:
@@ -289,12 +307,11 @@ def check_fingerprint(job: Job, checkpoint: Checkpoint | None) -> None:
 
 def write_preamble(folder: Path, job: Job) -> None:
     """`config.yaml` with the decisions as comments, and `rejects.jsonl`."""
-    aside = folder / ".config.yaml.new"
-    aside.write_text(dump_config(job.config, [str(d) for d in job.decisions]), encoding="utf-8")
-    aside.replace(folder / "config.yaml")
+    notes = [WRITTEN_BY + __version__, *map(str, job.decisions)]
+    write_text(folder / "config.yaml", [dump_config(job.config, notes)])
     write_rejects(folder, [reject.to_json() for reject in job.corpus.rejects])
 
 
 def write_rejects(folder: Path, lines: Sequence[str]) -> None:
     """`rejects.jsonl`: file, line and reason of every conversation that was not used."""
-    (folder / "rejects.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    write_text(folder / "rejects.jsonl", (line + "\n" for line in lines))

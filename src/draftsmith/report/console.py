@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from draftsmith.errors import written_below
 from draftsmith.redaction import without_secrets
 
 console = Console()
@@ -9,4 +10,5 @@ console = Console()
 
 def say(line: str) -> None:
     """One plain line, without secrets."""
-    console.print(without_secrets(line), markup=False, highlight=False, soft_wrap=True)
+    with written_below("standard output"):
+        console.print(without_secrets(line), markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,5 @@
 """The folder of a regeneration: a log of outcomes in the order they came, and at the end the answers in input order."""
 
-import fcntl
 import json
 import os
 from array import array
@@ -12,6 +11,7 @@ from typing import Any
 
 from draftsmith.data.regenerate.tasks import ERROR, SUCCESS, Outcome, Task
 from draftsmith.errors import ConfigError, InputError
+from draftsmith.files import FileLock, file_aside, lock_folder, write_text
 from draftsmith.redaction import without_secrets
 
 SETTINGS, LOG, ANSWERS, REJECTS = "settings.json", "outcomes.log", "answers.jsonl", "rejects.jsonl"
@@ -76,8 +76,12 @@ class Record:
             InputError: a record has no outcome.
         """
         counts: Counter[str] = Counter()
-        asides = [self.folder / f".{name}.new" for name in (ANSWERS, REJECTS)]
-        with asides[0].open("w", encoding="utf-8") as answers, asides[1].open("w", encoding="utf-8") as rejects:
+        with (
+            file_aside(self.folder / ANSWERS) as answers_path,
+            file_aside(self.folder / REJECTS) as rejects_path,
+            answers_path.open("w", encoding="utf-8") as answers,
+            rejects_path.open("w", encoding="utf-8") as rejects,
+        ):
             for number in range(total):
                 if number >= len(self._places) or self._places[number] < 0:
                     raise InputError(f"{self.folder}: record {number} has no outcome; run the same command again")
@@ -89,13 +93,11 @@ class Record:
                 else:
                     kept = {key: found[key] for key in ("file", "line", "status", "reason")}
                     rejects.write(json.dumps(kept, ensure_ascii=False) + "\n")
-        for aside, name in zip(asides, (ANSWERS, REJECTS), strict=True):
-            aside.replace(self.folder / name)
         return counts
 
     def close(self) -> None:
         self._log.close()
-        self._lock.close()
+        self._lock.release()
 
     def __enter__(self) -> "Record":
         return self
@@ -106,9 +108,7 @@ class Record:
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         path = self.folder / SETTINGS
         if not path.exists():
-            aside = self.folder / f".{SETTINGS}.new"
-            aside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            aside.replace(path)
+            write_text(path, [json.dumps(settings, indent=2, ensure_ascii=False) + "\n"])
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -159,19 +159,11 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             place += len(line)
 
 
-def _locked(folder: Path) -> Any:
-    """The folder's lock, held until it is closed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+def _locked(folder: Path) -> FileLock:
+    """The folder's lock, held until it is released."""
+    if folder.is_dir():
         others = [p.name for p in folder.iterdir() if p.name not in (SETTINGS, LOG, ANSWERS, REJECTS)]
         strange = [name for name in others if not name.startswith(".")]
         if strange or (any(folder.glob("*.jsonl")) and not (folder / SETTINGS).exists()):
             raise ConfigError(f"--out {folder} is not empty and no regeneration; choose another folder")
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"--out {folder} is in use by another draftsmith process") from None
-    return file
+    return lock_folder(folder, "--out")
