@@ -31,6 +31,7 @@ from draftsmith.pipeline.transfer import to_device, worker_stream
 from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
 from draftsmith.pipeline.watch import Watch, WorkerClock
 from draftsmith.pipeline.workers import DrafterWorker, Feed, Meeting, TargetWorker, TrainSettings
+from draftsmith.report.crash import NAME as CRASH_REPORT
 from draftsmith.report.crash import Scene, flight_recorder, write_crash_report
 from draftsmith.report.progress import Gauges
 
