@@ -25,7 +25,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.files import file_hash
 from draftsmith.pipeline import journal, workers
 from draftsmith.pipeline.checkpoint import Checkpoints
-from draftsmith.pipeline.metrics import MetricsLog
+from draftsmith.pipeline.metrics import StepLog
 from draftsmith.pipeline.trainer import train
 from faults import handles, largest_file, no_handles, read_only, small_disk
 
@@ -213,7 +213,7 @@ def test_an_output_that_finds_no_room_does_not_end_the_run(
 
 
 def test_lines_that_cannot_be_written_wait_in_order(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log = StepLog(tmp_path / "metrics.jsonl", 0)
     lines = [{"step": step, "text": "x" * 50} for step in range(1, 6)]
     log.add(lines[0])
     log.write()
@@ -226,7 +226,7 @@ def test_lines_that_cannot_be_written_wait_in_order(tmp_path: Path) -> None:
     log.write()
     log.close()
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines
-    again = MetricsLog(tmp_path / "metrics.jsonl", 3)
+    again = StepLog(tmp_path / "metrics.jsonl", 3)
     again.add({"step": 4})
     again.write()
     again.close()

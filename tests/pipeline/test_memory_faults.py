@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import start
+from planted import start
 from safetensors.torch import load_file
 
 from conftest import run_training

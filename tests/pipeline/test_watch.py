@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults import start
+from planted import start
 
 from conftest import run_training
 from draftsmith.config import Config
