@@ -14,16 +14,16 @@ def dense_mask(anchors: list[int], starts: list[int], size: int, window: int | N
         for n, (anchor, start) in enumerate(zip(anchors, starts, strict=True))
         for k in range(size)
     ]
-    mask = torch.zeros(len(slots), context + len(slots), dtype=torch.bool)
-    for row, (block, anchor, start, k) in enumerate(slots):
+    mask = []
+    for block, anchor, start, k in slots:
         position = anchor + k
-        for key in range(context):
-            near = window is None or position - window < key
-            mask[row, key] = start <= key < anchor and near
-        for column, (other, _, _, j) in enumerate(slots):
-            causal = window is None or position - window < anchor + j <= position
-            mask[row, context + column] = other == block and causal
-    return mask
+        context_seen = [start <= key < anchor and (window is None or position - window < key) for key in range(context)]
+        slots_seen = [
+            other == block and (window is None or position - window < first + j <= position)
+            for other, first, _, j in slots
+        ]
+        mask.append(context_seen + slots_seen)
+    return torch.tensor(mask)
 
 
 def dense_attention(mask: Tensor, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor) -> Tensor:

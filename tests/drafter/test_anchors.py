@@ -32,7 +32,8 @@ def mask_of(text: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
 )
 def test_an_anchor_has_context_and_something_to_predict(supervised: str, eligible: list[int]) -> None:
     mask = mask_of(supervised)
-    assert eligible_anchors(mask).tolist() == eligible
+    found = eligible_anchors(mask)
+    assert (found.tolist(), found.dtype) == (eligible, np.int64)
     assert mask.tolist() == mask_of(supervised).tolist(), "the document's mask is left alone"
 
 
@@ -127,6 +128,7 @@ def test_slot_k_is_asked_for_the_token_at_anchor_plus_k() -> None:
         ([".####"], 3, {1: 14}),  # the row ends
         ([".####"], 2, {1: 13, 2: 14}),
         ([".####", ".####"], 7, {1: 18, 2: 19}),
+        ([".####", "####"], 5, {1: 16, 2: 17, 3: 18}),  # a document's first token belongs to it, not to the one before
     ],
 )
 def test_where_learning_ends(documents: list[str], anchor: int, slots: dict[int, int]) -> None:

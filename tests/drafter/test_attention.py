@@ -74,6 +74,36 @@ def test_masks_built_when_used_are_the_kept_ones(monkeypatch: pytest.MonkeyPatch
     assert difference(case(5), 5) <= 1e-5
 
 
+def test_masks_are_kept_as_long_as_all_of_them_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "CHUNK_SLOTS", 8)
+    layout = BlockLayout(tuple(range(1, 40, 2)), (0,) * 20, 4, None)
+
+    def masks_twice(limit_bytes: int) -> list[tuple[Tensor, Tensor]]:
+        monkeypatch.setattr(blockwise, "KEPT_MASK_BYTES", limit_bytes)
+        plan = ChunkPlan(layout, 2, torch.float32, torch.device("cpu"))
+        return [(mask, again) for (_, mask), (_, again) in zip(plan, plan, strict=True)]
+
+    all_bytes = sum(mask.nbytes for mask, _ in masks_twice(0))
+    assert all(mask is again for mask, again in masks_twice(all_bytes))
+    assert not any(mask is again for mask, again in masks_twice(all_bytes - 1))
+
+
+def test_it_runs_where_the_tensors_are() -> None:
+    """Without data here, since no second device is at hand: what lay on the CPU would be refused."""
+    meta, c = torch.device("meta"), case(5)
+    inputs = [tensor.detach().to(meta).requires_grad_() for tensor in tensors(c, 5)]
+    plan = ChunkPlan(
+        BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"]),
+        c["heads"] // c["kv_heads"],
+        torch.float32,
+        meta,
+    )
+    assert all(mask.device == meta for _, mask in plan)
+    out = blockwise_attention(plan, *inputs)
+    gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert {(x.device, x.shape) for x in (out, *gradients)} == {(meta, x.shape) for x in inputs}
+
+
 def test_chunk_borders_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(3) | {"size": 4}
     for slots in (1, 4, 12, 10_000):

@@ -6,22 +6,7 @@ from torch import Tensor
 
 from conftest import tiny_drafter
 from draftsmith.decode.states import DraftState
-from draftsmith.drafter.attention.layout import behind_context
 from draftsmith.drafter.config import FULL, SLIDING
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 9])
-@pytest.mark.parametrize(("size", "context"), [(1, 1), (4, 2), (5, 12)])
-def test_every_key_of_the_mask(size: int, context: int, window: int | None, causal: bool) -> None:
-    mask = behind_context(size, context, window, causal, CPU)
-    for slot in range(size):
-        for key in range(context + size):
-            distance = context + slot - key
-            near = window is None or abs(distance) < window
-            assert bool(mask[slot, key]) is (near and (distance >= 0 or not causal))
 
 
 def first_slot(size: int, *, kind: str, is_causal: bool | None) -> Tensor:

@@ -25,6 +25,7 @@ from draftsmith.drafter.model import Drafter, RotaryTable
 
 CPU = torch.device("cpu")
 ROW_TOKENS, ROW_ANCHORS, SIZE, HEADS, KV_HEADS, DIM = 300, 40, 7, 4, 2, 16
+TILE_TOKENS = 128
 
 
 def row(seed: int, size: int = SIZE) -> tuple[BlockLayout, int]:
@@ -85,6 +86,49 @@ def test_mask_and_tiles_are_the_dense_reference(size: int, rows: int) -> None:
         assert torch.equal(listed(mask.kv_num_blocks, mask.kv_indices, by_keys), some & ~whole)
         assert torch.equal(listed(mask.full_q_num_blocks, mask.full_q_indices, by_slots), whole.T)
         assert torch.equal(listed(mask.q_num_blocks, mask.q_indices, by_slots), (some & ~whole).T)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_rows_are_padded_attended_and_cut_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend around the library's attention, here without the compiler: it equals the dense reference."""
+    monkeypatch.setattr(guard, "compile", lambda function: function)
+    backend = flex_backend(ROW_TOKENS, ROW_ANCHORS)
+    assert backend.compiles
+    for seed in range(3):
+        layout, tokens = row(seed)
+        plan = backend.plan(layout, 2, torch.float32, CPU)
+        assert (plan.tokens, plan.slots) == (384, 384), "the shape of every row"
+        inputs = tensors(len(layout.anchors) * SIZE, tokens, seed)
+        dense = dense_mask(list(layout.anchors), list(layout.starts), SIZE, layout.window, tokens)
+        expected = dense_attention(dense, *inputs)
+        q, kc, vc, kb, vb = inputs
+        for lower in (torch.float32, torch.bfloat16):  # queries and keys come in the values' dtype, or in fp32
+            got = backend.attend(plan, q, kc, vc.to(lower), kb, vb.to(lower))
+            assert (got.shape, got.dtype) == (expected.shape, lower)
+            tolerance = 1e-5 if lower == torch.float32 else 3e-2
+            assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_a_plan_lies_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "compile", lambda function: function)
+    meta = torch.device("meta")
+    plan = flex_backend(ROW_TOKENS, ROW_ANCHORS).plan(row(0)[0], 2, torch.float32, meta)
+    assert {part.device for part in plan.mask.as_tuple() if isinstance(part, Tensor)} == {meta}
+    some = torch.arange(3, device=meta)
+    assert plan.mask.mask_mod(some, some, some, some).device == meta
+
+
+def test_a_row_beyond_the_budgets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "compile", lambda function: function)
+    backend = flex_backend(TILE_TOKENS, 2)
+    layout = BlockLayout((1, 2), (0, 0), SIZE, None)
+    plan = backend.plan(layout, 2, torch.float32, CPU)
+    backend.attend(plan, *tensors(2 * SIZE, TILE_TOKENS, 0))
+    with pytest.raises(AssertionError, match=r"^the packer keeps the token budget$"):
+        backend.attend(plan, *tensors(2 * SIZE, TILE_TOKENS + 1, 0))
+    with pytest.raises(AssertionError, match=r"^the packer keeps the anchor budget$"):
+        backend.plan(BlockLayout((1, 2, 3), (0, 0, 0), SIZE, None), 2, torch.float32, CPU)
 
 
 def test_no_grid_of_slots_and_keys_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

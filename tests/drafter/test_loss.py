@@ -146,8 +146,25 @@ def test_no_tensor_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None
     assert largest == 4
 
 
+def test_it_runs_where_the_tensors_are() -> None:
+    """Without data here, since no second device is at hand."""
+    meta = torch.device("meta")
+    hidden, head = torch.zeros(6, H, device=meta, requires_grad=True), torch.zeros(V, H, device=meta)
+    labels, weights = torch.zeros(6, dtype=torch.int64, device=meta), torch.ones(6, device=meta)
+    total, correct = loss_module._FrozenHeadCrossEntropy.apply(hidden, labels, weights, head, HeadScaling())
+    (gradient,) = torch.autograd.grad(total, hidden)
+    assert total.device == correct.device == gradient.device == meta
+
+
+def test_chunks_fill_a_cores_cache_but_are_never_tiny() -> None:
+    assert [loss_module.chunk_labels(vocabulary) for vocabulary in (1024, 8192, 8193, 150_000)] == [1024, 128, 128, 128]
+    assert loss_module.chunk_labels(1000) == 1048, "whole labels only"
+
+
 def test_gamma_is_the_papers() -> None:
+    """And on the lines through them."""
     assert [default_gamma(size) for size in (16, 10, 8)] == [7, 5, 4]
+    assert [default_gamma(size) for size in (4, 7, 11, 13)] == pytest.approx([2, 3.5, 5 + 1 / 3, 6])
 
 
 def _with(blocks: Blocks, **changes: Any) -> Blocks:

@@ -37,7 +37,7 @@ def draw_anchors(
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
     """Loss weight of each slot [B]: 0 for the anchor, exp(-(k - 1) / gamma) for slot k (DFlash, section 4)."""
-    k = torch.arange(block_size, dtype=torch.float32)
+    k = torch.arange(block_size)
     weights = torch.exp(-(k - 1) / gamma)
     weights[0] = 0
     return weights
