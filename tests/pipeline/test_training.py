@@ -21,7 +21,6 @@ from draftsmith.drafter.anchors import make_blocks
 from draftsmith.drafter.loss import HeadScaling, block_loss
 from draftsmith.drafter.model import RotaryTable
 from draftsmith.errors import ConfigError
-from draftsmith.files import file_hash
 from draftsmith.nouns import Span
 from draftsmith.pipeline import workers
 from draftsmith.pipeline.checkpoint import Checkpoints
@@ -283,43 +282,6 @@ def test_a_damaged_checkpoint_is_set_aside(demo_config: MakeConfig) -> None:
     assert any("damaged" in line for line in quiet.lines)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("manifest.json", bytes(range(128, 256))),
-        ("manifest.json", b"{}"),
-        ("manifest.json", None),
-        ("state.json", b"{}"),
-        ("drafter.safetensors", b"short"),
-    ],
-    ids=str,
-)
-def test_any_damage_falls_back_to_the_checkpoint_before(
-    demo_config: MakeConfig, name: str, content: bytes | None
-) -> None:
-    result, _, _ = run_training(demo_config(train__steps=4, checkpoint__every=2))
-    checkpoints = Checkpoints(result.folder / "checkpoints", 3)
-    victim = result.folder / "checkpoints" / "step-4" / name
-    victim.unlink() if content is None else victim.write_bytes(content)
-    found = checkpoints.latest(lambda line: None)
-    assert found is not None
-    assert found.state.step == 2
-
-
-@pytest.mark.parametrize("change", [{"step": "4"}, {"step": 3}, {"steps": 4.5}, {"best_tau": "x"}, {"topology": []}])
-def test_a_state_of_wrong_types_is_damage(demo_config: MakeConfig, change: dict[str, Any]) -> None:
-    """Also when the checksums were made to fit."""
-    result, _, _ = run_training(demo_config(train__steps=4, checkpoint__every=2))
-    folder = result.folder / "checkpoints" / "step-4"
-    state = folder / "state.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | change))
-    sums = json.loads((folder / "manifest.json").read_text()) | {"state.json": file_hash(state)}
-    (folder / "manifest.json").write_text(json.dumps(sums))
-    found = Checkpoints(result.folder / "checkpoints", 3).latest(lambda line: None)
-    assert found is not None
-    assert found.state.step == 2
-
-
 def test_resume_with_other_data_or_without_its_config_is_refused(demo_config: MakeConfig, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = Path(demo_config().data.train[0]).read_text().splitlines(keepends=True)
@@ -359,20 +321,6 @@ def test_documents_end_where_the_targets_positions_end(demo_config: MakeConfig, 
     corpus = read_corpus(demo_config(), Renderer(demo_target.tokenizer), 5, limited)
     assert max(len(document.tokens_T) for document in corpus.documents) == 100
     assert corpus.truncated > 0
-
-
-def test_nothing_newer_is_deleted(tmp_path: Path, demo_config: MakeConfig) -> None:
-    result, _, _ = run_training(demo_config(train__steps=6, checkpoint__every=1, checkpoint__keep=2))
-    checkpoints = Checkpoints(result.folder / "checkpoints", 2)
-    assert checkpoints.steps() == [5, 6]
-    older = checkpoints.latest(lambda line: None)
-    assert older is not None
-    from dataclasses import replace
-
-    third = replace(older.state, step=3)
-    checkpoints.save(replace(older, state=third))
-    checkpoints.drop_old(third)
-    assert checkpoints.steps() == [3, 5, 6]
 
 
 def test_a_worker_that_fails_stops_the_run_with_its_cause(
