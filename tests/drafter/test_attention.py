@@ -88,6 +88,22 @@ def test_masks_are_kept_as_long_as_all_of_them_are_small(monkeypatch: pytest.Mon
     assert not any(mask is again for mask, again in masks_twice(all_bytes - 1))
 
 
+def test_kept_masks_have_a_ceiling() -> None:
+    """The first mask of a long row is built anew each time, that of a short row is kept."""
+    for blocks, kept in ((64, True), (8192, False)):
+        anchors = tuple(range(1, blocks + 1))
+        plan = ChunkPlan(BlockLayout(anchors, (0,) * blocks, 8, 4096), 2, torch.float32, torch.device("cpu"))
+        (_, mask), (_, again) = next(iter(plan)), next(iter(plan))
+        assert (mask is again) is kept
+
+
+def test_a_window_bounds_what_a_chunk_reads() -> None:
+    """Not only what it sees: from the first anchor's window to the last anchor."""
+    layout = BlockLayout(tuple(range(100, 164)), (0,) * 64, 8, 32)
+    plan = ChunkPlan(layout, 2, torch.float32, torch.device("cpu"))
+    assert [chunk.keys for chunk in plan.chunks] == [slice(a - 31, a + 15) for a in (100, 116, 132, 148)]
+
+
 def test_it_runs_where_the_tensors_are() -> None:
     """Without data here, since no second device is at hand: what lay on the CPU would be refused."""
     meta, c = torch.device("meta"), case(5)
