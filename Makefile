@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 AUDIT := .cache/audit
 
-.PHONY: setup demo test test-all check audit clean
+.PHONY: setup demo test test-all check audit mutants clean
 
 setup: $(VENV)/ready
 
@@ -39,5 +39,10 @@ audit: setup
 	sed 's/+.*//' $(AUDIT)/frozen.txt > $(AUDIT)/installed.txt  # torch 2.13.0+cpu is 2.13.0 there
 	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --requirement $(AUDIT)/installed.txt
 
+# Minutes, not in CI: branch coverage and a mutation run of what must not be wrong (docs/testing.md).
+mutants: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/python scripts/mutants.py
+
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache mutants .pytest_cache .mypy_cache .ruff_cache
