@@ -40,4 +40,4 @@ audit: setup
 	$(AUDIT)/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off --requirement $(AUDIT)/installed.txt
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache
