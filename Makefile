@@ -45,4 +45,4 @@ mutants: setup
 	$(BIN)/python scripts/mutants.py
 
 clean:
-	rm -rf $(VENV) .cache mutants .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache .hypothesis mutants .pytest_cache .mypy_cache .ruff_cache

@@ -14,15 +14,21 @@ import torch
 from hypothesis import strategies as st
 
 from conftest import tiny_drafter
+from draftsmith import embedded
+from draftsmith.config import load_config
+from draftsmith.decisions import Ledger
 from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
+from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.optim import Optimizers, load_weights
+from draftsmith.pipeline.prepare import Resolved, outline
 from fuzz.fuzzing import changed, damaged, one_line
 from fuzz.tensors import changed_tensors
 
 FILES = ("manifest.json", "state.json", "drafter.safetensors", "optimizer.safetensors")
 DRAFTER = tiny_drafter(hidden_size=8, intermediate_size=8, vocab_size=64, head_dim=2)
+CONFIG = load_config(embedded.CONFIG)
 STATE = TrainState(
     step=4, steps=9, threads=1, topology={"target": ["cpu:0"], "drafter": ["cpu:1"]}, target_batch_rows=1,
     fingerprint="f", data_fingerprint="d", held_out=False, best_tau=1.5, best_step=2,
@@ -109,13 +115,19 @@ def checker(folder: Path) -> Callable[[Example], None]:
 
 
 def _restore(found: Checkpoint) -> None:
-    drafter = Drafter(DRAFTER.config)
+    """As a resumed run does."""
+    drafter, state = Drafter(DRAFTER.config), found.state
     try:
+        resolved = Resolved(state.topology, state.threads, state.held_out)
+        known = outline(CONFIG, this_machine(), Ledger(), resolved)
+        assert known.topology.workers >= 2
+        torch.set_num_threads(known.threads)
         load_weights(drafter, found.weights)
         _optimizers(drafter).load_state(found.optimizer)
     except InputError as error:
         one_line(error)
     else:
+        torch.set_num_threads(1)
         assert all(torch.equal(t, found.weights[name]) for name, t in drafter.state_dict().items())
 
 

@@ -3,7 +3,7 @@
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import pyarrow.parquet
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from chats import shipped, tokenizer
 from draftsmith import embedded
-from draftsmith.data.conversations import Reject, read_conversations, read_prompts
+from draftsmith.data.conversations import Prompt, Reject, read_conversations, read_prompts
 from draftsmith.data.corpus import build_corpus
 from draftsmith.data.forms import FORMS
 from draftsmith.data.regenerate.tasks import read_tasks
@@ -41,6 +42,7 @@ VALID: list[Any] = [
     {"text": "some plain text"},
 ]  # fmt: skip
 CONTAINERS = ("lines", "values", "gz", "parquet", "arrow", "damaged", "damaged gz", "damaged parquet", "damaged arrow")
+TEMPLATES = ("demo", "qwen3", "gpt-oss", "deepseek-v3.1", "mistral-nemo")
 SUFFIX = {"gz": ".jsonl.gz", "parquet": ".parquet", "arrow": ".arrow"}
 
 
@@ -53,6 +55,7 @@ class Example:
     records: int | None
     form: str | None
     hold_out: bool
+    template: str
 
 
 @st.composite
@@ -68,7 +71,7 @@ def examples(draw: st.DrawFn) -> Example:
     if container.startswith("damaged"):
         data, count = draw(damaged(data)), None
     form = draw(st.sampled_from([None, None, None, *FORMS]))
-    return Example(SUFFIX.get(kind, ".jsonl"), data, count, form, draw(st.booleans()))
+    return Example(SUFFIX.get(kind, ".jsonl"), data, count, form, draw(st.booleans()), draw(st.sampled_from(TEMPLATES)))
 
 
 def _file(kind: str, records: list[Any], lines: list[bytes]) -> tuple[bytes, int | None]:
@@ -93,18 +96,19 @@ def _file(kind: str, records: list[Any], lines: list[bytes]) -> tuple[bytes, int
 
 
 def checker(folder: Path) -> Callable[[Example], None]:
-    renderer = Renderer(AutoTokenizer.from_pretrained(embedded.TARGET))
-    mask_token = renderer.tokenizer.mask_token_id
+    renderers = {"demo": Renderer(AutoTokenizer.from_pretrained(embedded.TARGET))}
+    renderers |= {name: Renderer(tokenizer(shipped(name))) for name in TEMPLATES[1:]}
 
     def check(example: Example) -> None:
+        renderer = renderers[example.template]
         path = folder / f"c{example.suffix}"
         path.write_bytes(example.data)
         name = str(path)
         given = _given(name, example)
-        _prompts(name)
+        _prompts(name, renderer)
         try:
             corpus = build_corpus(
-                [name], renderer, mask_token=mask_token, row_tokens=64, hold_out_prompts=example.hold_out,
+                [name], renderer, mask_token=3, row_tokens=64, hold_out_prompts=example.hold_out,
                 form=example.form,
             )  # fmt: skip
         except NothingToTrainOnError as error:
@@ -116,6 +120,7 @@ def checker(folder: Path) -> Callable[[Example], None]:
             assert corpus.trained + corpus.held_out_lines + len(corpus.rejects) == corpus.read == given
             assert all(reject.reason.strip() for reject in corpus.rejects)
             assert corpus.summary
+            _asked(renderer, corpus.held_out)
 
     return check
 
@@ -141,8 +146,18 @@ def _given(name: str, example: Example) -> int | None:
     return len(read)
 
 
-def _prompts(name: str) -> None:
+def _prompts(name: str, renderer: Renderer) -> None:
     try:
-        read_prompts([name])
+        prompts = read_prompts([name])
     except InputError as error:
         one_line(error)
+    else:
+        _asked(renderer, prompts)
+
+
+def _asked(renderer: Renderer, prompts: Iterable[Prompt]) -> None:
+    for prompt in prompts:
+        try:
+            assert renderer.prompt_ids(prompt)
+        except InputError as error:
+            one_line(error)

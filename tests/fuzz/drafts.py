@@ -11,13 +11,16 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from conftest import tiny_drafter, tiny_target
+from conftest import tiny_config, tiny_drafter, tiny_target
 from draftsmith.decode.speculate import speculative_generate
-from draftsmith.drafter.checkpoint import load_drafter, read_provenance, save_drafter
+from draftsmith.drafter.checkpoint import load_drafter, read_provenance, read_tensors, save_drafter
 from draftsmith.drafter.config import FULL, SLIDING
+from draftsmith.drafter.init import init_from_checkpoint
+from draftsmith.drafter.model import Drafter
 from draftsmith.errors import InputError
 from draftsmith.export import speculators
 from draftsmith.export.convert import export_drafter, import_drafter
+from draftsmith.pipeline.prepare import check_published
 from draftsmith.report.session import print_launch_lines
 from draftsmith.target.load import Target
 from fuzz.fuzzing import changed, damaged, one_line
@@ -90,6 +93,7 @@ def checker(folder: Path) -> Callable[[Example], None]:
             lambda: read_provenance(draft),
             lambda: print_launch_lines("t", draft),
             lambda: _decode(draft, target),
+            lambda: _warm_start(draft),
             lambda: import_drafter(str(draft), out),
             lambda: export_drafter(str(draft), "zlab", out),
         ]
@@ -102,6 +106,13 @@ def checker(folder: Path) -> Callable[[Example], None]:
                 assert not out.exists()
 
     return check
+
+
+def _warm_start(draft: Path) -> None:
+    """As `drafter.init` takes it."""
+    shape = tiny_config()
+    check_published(shape, draft, "x")
+    init_from_checkpoint(Drafter(shape), read_tensors(draft), "x")
 
 
 def _decode(draft: Path, target: Target) -> None:

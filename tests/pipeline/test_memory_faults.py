@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import start
+from planted import FRESH_MEMORY, start
 from safetensors.torch import load_file
 
 from conftest import run_training
@@ -56,7 +56,7 @@ def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_memory_runs_out_once(demo_config: MakeConfig, tmp_path: Path, body: str, who: str) -> None:
     settings = {"train__steps": 2, "data__row_tokens": 2048, "pipeline__threads": 1, "pipeline__target_batch_rows": 4}
     plain, _, _ = run_training(demo_config(run__dir=str(tmp_path / "plain"), **settings))
-    process = start(demo_config(run__dir=str(tmp_path / "short"), **settings), body, tmp_path)
+    process = start(demo_config(run__dir=str(tmp_path / "short"), **settings), body, tmp_path, **FRESH_MEMORY)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out.count(f"{who} at once; done in two halves") == 1, out
@@ -83,7 +83,7 @@ go(plant)
 def test_memory_that_runs_out_inside_a_backward_stops_the_run(demo_config: MakeConfig, tmp_path: Path) -> None:
     """A part of the gradient was added by then: repeating the row would count it twice."""
     config = demo_config(run__dir=str(tmp_path / "run"), data__row_tokens=2048, pipeline__threads=1)
-    process = start(config, BACKWARD, tmp_path)
+    process = start(config, BACKWARD, tmp_path, **FRESH_MEMORY)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "\ndraftsmith: out of memory (" in err

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.config import Config, Devices
+from draftsmith.config import MOST_THREADS, Config, Devices
 from draftsmith.data.conversations import Prompt, read_prompts
 from draftsmith.data.corpus import Corpus, build_corpus
 from draftsmith.data.packing import PackingSettings, RowSource
@@ -124,6 +124,10 @@ class Resolved:
     topology: Mapping[str, list[str]]
     threads: int
     held_out: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise InputError(f"resume: the checkpoint says {self.threads} threads per worker; remove this checkpoint")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -48,7 +48,7 @@ def choose_topology(wanted: str | Mapping[str, Sequence[str]], device: str, cuda
         ConfigError: not of these forms, or it names devices that are not there.
     """
     if isinstance(wanted, Mapping):
-        topology = Topology(tuple(wanted["target"]), tuple(wanted["drafter"]))
+        topology = Topology(tuple(wanted.get("target", ())), tuple(wanted.get("drafter", ())))
         _check_names(topology, device, cuda_devices)
         return Decision("topology", topology, "set in the config")
     if wanted == "auto":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.config import Config, dump_config
 
-# Every block is asked of the kernel: none is made of memory that was free.
+# For `start`: every block is asked of the kernel, none is made of memory that was free.
 FRESH_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "32768",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -72,11 +72,8 @@ def go(plant, *more):
 """
 
 
-def start(config: Config, body: str, folder: Path) -> subprocess.Popen[str]:
-    """A process that trains with the fault that `body` plants.
-
-    Blocks of memory above 64 KiB are asked of the kernel one by one.
-    """
+def start(config: Config, body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that trains with the fault that `body` plants, with more environment variables."""
     path = folder / "faults.yaml"
     path.write_text(dump_config(config, []))
     return subprocess.Popen(
@@ -84,5 +81,5 @@ def start(config: Config, body: str, folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **FRESH_MEMORY, "COLUMNS": "200"},
+        env={**os.environ, **environment, "COLUMNS": "200"},
     )
