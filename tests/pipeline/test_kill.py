@@ -35,7 +35,7 @@ def test_a_kill_at_every_step_on_the_disk_leaves_the_old_or_the_new(tmp_path: Pa
 
 
 def check_order(name: str, steps: list[str]) -> None:
-    """A kill leaves what the kernel has; what a power failure leaves follows from the order of making things durable."""
+    """A kill leaves what the kernel has; what a power failure leaves depends on the order of making things durable."""
     shown = max(n for n, step in enumerate(steps) if step.startswith("os.rename .") and ".new" in step)
     aside = steps[shown].removeprefix("os.rename ")
     written = {step.removeprefix("open ") for step in steps[:shown] if step.startswith(f"open {aside}")}
