@@ -222,10 +222,10 @@ def run(number: int, start: str, words: list[str], folder: Path) -> int:
 
     measure = journal.decoded_tau
 
-    def evaluate(target: Any, drafter: Any, prompts: Any, new_tokens: int) -> float:
-        measure(target, drafter, prompts[:1], new_tokens)
+    def evaluate(target: Any, drafter: Any, prompts: Any, *more: Any) -> float:
+        measure(target, drafter, prompts[:1], *more)
         meet("evaluate")
-        return measure(target, drafter, prompts, new_tokens)
+        return measure(target, drafter, prompts, *more)
 
     journal.decoded_tau = evaluate
     watch(folder, meet)
