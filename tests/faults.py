@@ -68,8 +68,10 @@ def _limit(kind: int, value: int) -> Iterator[None]:
 
 
 def handles() -> dict[str, str]:
-    """What this process has open, by number. Linux only."""
+    """What this process has open, by number. Skips the test where the system does not tell."""
     found = {}
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no list of open files here")
     for number in os.listdir("/proc/self/fd"):
         try:
             found[number] = os.readlink(f"/proc/self/fd/{number}")

@@ -265,7 +265,6 @@ def test_a_run_directory_that_became_read_only_is_not_resumed(short: MakeConfig,
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no list of open files here")
 def test_training_leaves_no_file_open(short: MakeConfig, tmp_path: Path) -> None:
     run_training(short(tmp_path / "first", features="disk"))  # what libraries open once
     before = handles()

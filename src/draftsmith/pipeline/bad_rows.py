@@ -74,5 +74,9 @@ class BadRows:
         """Writes what was counted. Raises what `StepLog.write` raises."""
         self._lines.write()
 
+    def sync(self) -> None:
+        """Makes the lines durable."""
+        self._lines.sync()
+
     def close(self) -> None:
         self._lines.close()

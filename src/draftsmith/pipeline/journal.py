@@ -152,6 +152,7 @@ class Journal:
             self._best = None
         if self._checkpoint_due:
             self._check_weights()
+            self.bad_rows.sync()
             self._metrics.sync()
             state = self._state()
             path = self.checkpoints.save(Checkpoint(state, self.drafter.state_dict(), self.optimizers.state()))
