@@ -64,3 +64,18 @@ def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def fault_tests() -> list[str]:
+    """The last column of the table of faults."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    return re.findall(r"\| `(tests/[^`]+)` \|$", page, re.MULTILINE)
+
+
+def test_every_fault_names_a_test_that_exists() -> None:
+    page, named = (ROOT / "docs" / "faults.md").read_text(), fault_tests()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| fault ")]
+    assert len(named) == len(rows) >= 25
+    for test in named:
+        path, name = test.split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), test
