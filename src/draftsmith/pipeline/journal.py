@@ -116,8 +116,6 @@ class Journal:
                 write()
             except OSError as error:
                 failure = failure or error
-        self._metrics.close()
-        self.bad_rows.close()
         if failure:
             last = f"from step {self.saved_step}" if self.saved_step is not None else "from the start"
             raise InputError(
@@ -125,6 +123,11 @@ class Journal:
                 f"({last})"
             ) from failure
         self.checkpoints.drop_old(self._state())
+
+    def close(self) -> None:
+        """Closes its files, after a good or a bad end."""
+        self._metrics.close()
+        self.bad_rows.close()
 
     def _write_or_warn(self, again: bool) -> None:
         """Writes all that is due. What goes wrong is said when it begins, when its cause changes, and `again`."""

@@ -216,7 +216,7 @@ def activations(sizes: Sizes) -> tuple[str, int, str]:
     layers, hidden, mlp = len(shape.layer_types), shape.hidden_size, shape.intermediate_size
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     slots, tokens = sizes.row_slots, sizes.row_context
-    per_slot = (2 * n + 2 * c) * hidden + 4 * c * mlp + ((n + 3 * c) * heads + (n + 2 * c) * kv_heads) * dim
+    per_slot = (2 * n + 2 * c) * hidden + 3 * c * mlp + ((n + 3 * c) * heads + (n + 2 * c) * kv_heads) * dim
     per_slot += 4 * (2 + 2 * heads + kv_heads)  # scales of the norms, log-sum-exp
     per_token = (n + 2 * c) * kv_heads * dim + 4 * kv_heads
     once = (n + 5 * c) * hidden * slots + (n + c) * hidden * tokens + 4 * (1 + 2 * dim) * (slots + tokens)

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +223,7 @@ def execute(
         failures.append(failure)
         journal.log(f"{failure.worker} failed: {type(failure.error).__name__}: {failure.error}")
 
-    with flight_recorder(folder, job.config, lambda: run.scene(failures), journal.log):
+    with flight_recorder(folder, job.config, lambda: run.scene(failures), journal.log), closing(journal):
         run.run(on_failure)
         journal.finish()
     return RunResult(
