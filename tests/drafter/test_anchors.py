@@ -1,5 +1,6 @@
 """Anchors are drawn per document; blocks ask and answer exactly what the decoder will."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.drafter.anchors import anchor_count, draw_anchors, eligible_anchors, make_blocks, slot_weights
+from draftsmith.drafter.anchors import (
+    anchor_count,
+    draw_anchors,
+    eligible_anchors,
+    make_blocks,
+    slot_weights,
+    split_blocks,
+)
 from draftsmith.nouns import Blocks, Row, Span
 
 MASK = 99
@@ -152,3 +160,14 @@ def test_blocks_packed_are_blocks_alone() -> None:
         for n in sorted(made)
     ]
     assert [learned(packed)[n] for n in range(6)] == expected
+
+
+@pytest.mark.parametrize("anchors", [[1, 3, 8, 10, 16], [1, 3, 8, 10], [3, 16], [5, 8]], ids=str)
+def test_halves_are_the_blocks_of_half_the_anchors(anchors: list[int]) -> None:
+    """Also where a half has nothing to learn: the block at 5 ends with its document."""
+    documents, middle = [".#####", "..####.##", ".###"], len(anchors) // 2
+    halves = split_blocks(blocks(documents, anchors))
+    for half, own in zip(halves, (anchors[:middle], anchors[middle:]), strict=True):
+        for field in dataclasses.fields(Blocks):
+            got, wanted = (getattr(made, field.name) for made in (half, blocks(documents, own)))
+            assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted, field.name

@@ -104,17 +104,17 @@ def test_a_window_bounds_what_a_chunk_reads() -> None:
     assert [chunk.keys for chunk in plan.chunks] == [slice(a - 31, a + 15) for a in (100, 116, 132, 148)]
 
 
-def test_it_runs_where_the_tensors_are() -> None:
-    """Without data here, since no second device is at hand: what lay on the CPU would be refused."""
-    meta, c = torch.device("meta"), case(5)
+def test_it_runs_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without data here, since no second device is at hand."""
+    meta, c, asked = torch.device("meta"), case(5), []
+    for name in ("block_mask", "context_mask"):
+        make = getattr(blockwise, name)
+        monkeypatch.setattr(blockwise, name, lambda *a, make=make: (asked.append(a[-1]), make(*a))[1])
     inputs = [tensor.detach().to(meta).requires_grad_() for tensor in tensors(c, 5)]
-    plan = ChunkPlan(
-        BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"]),
-        c["heads"] // c["kv_heads"],
-        torch.float32,
-        meta,
-    )
+    where = BlockLayout(tuple(c["anchors"]), tuple(c["starts"]), c["size"], c["window"])
+    plan = ChunkPlan(where, c["heads"] // c["kv_heads"], torch.float32, meta)
     assert all(mask.device == meta for _, mask in plan)
+    assert set(asked) == {meta}
     out = blockwise_attention(plan, *inputs)
     gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert {(x.device, x.shape) for x in (out, *gradients)} == {(meta, x.shape) for x in inputs}

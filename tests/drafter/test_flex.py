@@ -7,6 +7,7 @@ PyTorch has no backward of flex attention on the CPU. Gradients are checked thro
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from dense import dense_attention, dense_mask
 from draftsmith.compile import guard
 from draftsmith.compile.warmup import Signature, warm_up
 from draftsmith.drafter.anchors import make_blocks
-from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout
+from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout, flex
 from draftsmith.drafter.attention.flex import build_mask, flex_backend, whole_tiles
 from draftsmith.drafter.config import FULL, SLIDING
 from draftsmith.drafter.loss import block_loss
@@ -108,6 +109,21 @@ def test_rows_are_padded_attended_and_cut_back(monkeypatch: pytest.MonkeyPatch) 
             assert (got.shape, got.dtype) == (expected.shape, lower)
             tolerance = 1e-5 if lower == torch.float32 else 3e-2
             assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_tables_list_tiles_in_order() -> None:
+    """The kernel walks through keys as listed; many columns, so that a sort that is not stable shows."""
+    table = np.random.default_rng(0).random((5, 200)) < 0.3
+    count, columns = flex._ordered(table)
+    assert (count.dtype, columns.dtype, columns.shape) == (torch.int32, torch.int32, (1, 1, 5, 200))
+    for line, number, chosen in zip(table, count[0, 0].tolist(), columns[0, 0].tolist(), strict=True):
+        assert chosen == [*np.flatnonzero(line), *np.flatnonzero(~line)]
+        assert number == line.sum()
+
+
+def test_the_kernel_is_told_the_size_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "TILE", 64)
+    assert build_mask(BlockLayout((1,), (0,), SIZE, None), 64, 64, CPU).BLOCK_SIZE == (64, 64)
 
 
 def test_a_plan_lies_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

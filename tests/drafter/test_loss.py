@@ -131,7 +131,7 @@ def test_no_label_is_no_loss() -> None:
 
 
 def test_no_tensor_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "chunk_labels", lambda vocab_size: 4)
+    monkeypatch.setattr(loss_module, "chunk_labels", {V: 4}.__getitem__)
     largest = 0
     original = HeadScaling.logits
 
@@ -154,6 +154,13 @@ def test_it_runs_where_the_tensors_are() -> None:
     total, correct = loss_module._FrozenHeadCrossEntropy.apply(hidden, labels, weights, head, HeadScaling())
     (gradient,) = torch.autograd.grad(total, hidden)
     assert total.device == correct.device == gradient.device == meta
+    assert (total.dtype, correct.dtype, correct.requires_grad) == (torch.float32, torch.bool, False)
+
+
+def test_without_scaling_nothing_is_copied() -> None:
+    raw = torch.ones(2, V)
+    assert HeadScaling().logits(raw) is raw
+    assert HeadScaling().slope(raw) is None
 
 
 def test_chunks_fill_a_cores_cache_but_are_never_tiny() -> None:

@@ -59,6 +59,19 @@ def test_gradients_are_views_of_one_buffer() -> None:
     assert not any(parameter.grad.any() for parameter in gradients.parameters)
 
 
+def test_a_backward_that_adds_something_is_noted() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    gradients = FlatGradients([unused, used])
+    assert gradients.touched is False
+    used.sum().backward()
+    assert gradients.touched is True
+    gradients.touched = False
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert gradients.touched is False, "that was another's"
+    unused.sum().backward()
+    assert gradients.touched is True
+
+
 def test_the_buffer_lies_where_the_parameters_do() -> None:
     meta = torch.device("meta")
     gradients = FlatGradients([nn.Parameter(torch.zeros(3, device=meta))])

@@ -69,7 +69,6 @@ class _FrozenHeadCrossEntropy(torch.autograd.Function):
             grad_LV = grad_LV if slope_LV is None else grad_LV.mul_(slope_LV)
             torch.mm(grad_LV.to(head_VH.dtype), head_VH, out=grad_LH[part])
         ctx.save_for_backward(grad_LH)
-        ctx.mark_non_differentiable(correct_L)
         return total, correct_L
 
     @staticmethod
@@ -111,4 +110,4 @@ def chunk_labels(vocab_size: int) -> int:
 
 def default_gamma(block_size: int) -> float:
     """Decay of the slot weights. The paper gives 7, 5, 4 for B = 16, 10, 8; this is the line through each pair."""
-    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+    return min(block_size / 2, 5 + (block_size - 10) / 3)
