@@ -47,7 +47,9 @@ class Devices(Section):
 class TargetSection(Section):
     model: Name = Field(description="folder or hub id of a Hugging Face causal LM; `demo` is the embedded one")
     revision: str | None = Field(None, description="hub revision (commit, tag or branch)")
-    adapter: str | None = Field(None, description="folder or hub id of a LoRA adapter, merged at load")
+    adapter: str | None = Field(
+        None, description="folder or hub id (owner/name@revision) of a LoRA adapter, merged at load"
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
 

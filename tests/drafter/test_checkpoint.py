@@ -61,6 +61,7 @@ def edited(folder: Path, top: dict[str, Any], nested: dict[str, Any] | None = No
 
 
 CPU = torch.device("cpu")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "high_freq_factor": 4.0}
 SLIDES = {"layer_types": ["full_attention", "sliding_attention"]}
 MALFORMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLM"]}, {}, "architectures is ['LlamaForCausalLM'], expected"),
@@ -84,6 +85,15 @@ MALFORMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"]}, {}, "layer_types has 1 entries, num_hidden_layers is 2"),
     (SLIDES, {}, "use_sliding_window must be true for a sliding layer"),
     (SLIDES | {"use_sliding_window": True}, {}, "sliding_window must be given"),
+    *[
+        (
+            SLIDES | {"use_sliding_window": True, "sliding_window": n},
+            {},
+            "sliding_window must be given, 1 to 2147483647",
+        )
+        for n in (0, -3, 10**30)
+    ],
+    ({"rope_parameters": {**LLAMA3, "low_freq_factor": True}}, {}, "rope_parameters.low_freq_factor is True: expected"),
     ({"use_sliding_window": True, "layer_types": None}, {}, "layer_types is missing while use_sliding_window is true"),
     ({}, {"causal": True}, "dflash_config.causal is True: vLLM lets it override every layer"),
     ({}, {"use_swa": True}, "dflash_config.use_swa is True: only vLLM reads it"),

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -28,6 +29,16 @@ from fuzz.tensors import changed_tensors
 
 PROVENANCE = {"draftsmith": "0.1.0", "target": "t", "target_revision": None, "target_adapter": None, "step": 3,
               "target_fingerprint": "tiny", "tau": 1.5, "decisions": {"gamma": ["4", "because"]}}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256,
+        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": {"layer_types": (FULL, SLIDING), "sliding_window": 3},
+    "yarn": {"rope_parameters": YARN, "output_multiplier": 2.0, "final_logit_softcapping": 3.0},
+    "llama3": {"rope_parameters": LLAMA3, "input_embedding_scale": 2.0},
+}
 Folder = dict[str, bytes]
 
 
@@ -39,18 +50,17 @@ class Example:
 
 
 def _saved() -> list[Folder]:
-    """Whole folders: full layers, a sliding one, the speculators layout."""
+    """Whole folders: each kind of layer and rotation, and the speculators layout."""
     with tempfile.TemporaryDirectory() as place:
-        folders = [Path(place) / name for name in ("full", "sliding", "speculators")]
-        for folder in folders[:2]:
-            changes = {"layer_types": (FULL, SLIDING), "sliding_window": 3} if folder.name == "sliding" else {}
+        folders = [Path(place) / name for name in KINDS]
+        for folder, changes in zip(folders, KINDS.values(), strict=True):
             save_drafter(folder, tiny_drafter(**changes), dtype=torch.float32, provenance=PROVENANCE, card="card")
-        drafter = tiny_drafter()
-        folders[2].mkdir()
+        drafter, other = tiny_drafter(), Path(place) / "speculators"
+        other.mkdir()
         config = speculators.to_json(drafter.config, "float32", "t", ["Qwen3ForCausalLM"])
-        (folders[2] / "config.json").write_text(json.dumps(config))
-        save_file(dict(drafter.state_dict()), folders[2] / "model.safetensors")
-        return [{item.name: item.read_bytes() for item in folder.iterdir()} for folder in folders]
+        (other / "config.json").write_text(json.dumps(config))
+        save_file(dict(drafter.state_dict()), other / "model.safetensors")
+        return [{item.name: item.read_bytes() for item in folder.iterdir()} for folder in [*folders, other]]
 
 
 def examples() -> st.SearchStrategy[Example]:

@@ -37,6 +37,11 @@ junk = st.recursive(
 ) | st.integers(1, 400).map(lambda depth: _nested(depth))
 
 
+# What is put in the place of every value in turn.
+TOUGH = [None, True, False, 0, -1, 1, 3, "x", "", "1", "\ud800", [], [1], ["x"], [None], {}, {"a": 1}, 1.5,
+         float("nan"), float("inf"), *HUGE]  # fmt: skip
+
+
 def _nested(depth: int) -> Any:
     value: Any = 1
     for level in range(depth):
@@ -98,8 +103,26 @@ def _in_time() -> Iterator[None]:
 def changed(draw: st.DrawFn, value: Any, most: int = 3) -> Any:
     """JSON-like data with a few places changed: replaced by junk, deleted, renamed, repeated."""
     for _ in range(draw(st.integers(0, most))):
-        value = _changed_once(draw, value)
+        if draw(st.booleans()):
+            value = _replaced(value, draw(st.sampled_from(list(_paths(value)))), draw(st.sampled_from(TOUGH)))
+        else:
+            value = _changed_once(draw, value)
     return value
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything inside, and of the whole."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _paths(inner, (*path, key))
+
+
+def _replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    inside = dict(value) if isinstance(value, dict) else list(value)
+    inside[path[0]] = _replaced(inside[path[0]], path[1:], other)
+    return inside
 
 
 def _changed_once(draw: st.DrawFn, value: Any) -> Any:

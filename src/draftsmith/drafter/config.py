@@ -12,7 +12,11 @@ from draftsmith.drafter.traps import check_traps
 from draftsmith.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST, MOST_SLOTS = 2**24, 2**16  # beyond any model; larger sizes overflow where shapes are multiplied
+MOST, MOST_SLOTS, MOST_WINDOW = (
+    2**24,
+    2**16,
+    2**31 - 1,
+)  # beyond any model; larger sizes overflow where shapes are multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,11 @@ class DrafterConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
-        if SLIDING in self.layer_types and not self.sliding_window:
-            raise InputError("layer_types has a sliding layer, so sliding_window must be given")
+        if SLIDING in self.layer_types and not 1 <= (self.sliding_window or 0) <= MOST_WINDOW:
+            raise InputError(
+                f"layer_types has a sliding layer, so sliding_window must be given, 1 to {MOST_WINDOW}; it is "
+                f"{self.sliding_window}"
+            )
         unknown = set(self.layer_types) - {FULL, SLIDING}
         if unknown or not self.layer_types:
             raise InputError(f"layer_types must be a list of {FULL!r} and {SLIDING!r}, got {list(self.layer_types)}")
@@ -84,6 +91,9 @@ class DrafterConfig:
             "final_logit_softcapping": 1.0 if self.final_logit_softcapping is None else self.final_logit_softcapping,
             "input_embedding_scale": self.input_embedding_scale,
         }
+        for name, value in self.rope_parameters.items():
+            if isinstance(value, bool) and name != "truncate":  # yarn's only switch
+                raise InputError(f"rope_parameters.{name} is {value}: expected a number")
         for name, value in positive.items():
             if not isinstance(value, int | float) or not 0 < value < inf:
                 raise InputError(f"{name} is {value!r}: expected a positive number")
