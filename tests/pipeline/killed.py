@@ -94,7 +94,9 @@ def cases() -> dict[str, Case]:
         def damaged(line: str) -> None:
             raise AssertionError(line)
 
-        found = Checkpoints(folder, 9).latest(damaged)
+        checkpoints = Checkpoints(folder, 9)
+        assert all(len(list(folder.joinpath(f"step-{n}").iterdir())) == 4 for n in checkpoints.steps()), "one in half"
+        found = checkpoints.latest(damaged)
         assert found is not None
         (w,), (m,) = found.weights["w"].unique().tolist(), found.optimizer["w/m"].unique().tolist()
         return found.state.step, w, m
