@@ -24,7 +24,7 @@ from draftsmith.files import (
     write_text,
 )
 from draftsmith.tensors import open_tensors, save_tensors
-from limits import handles, largest_file, no_handles
+from faults import handles, largest_file, no_handles
 
 
 def names(folder: Path) -> set[str]:

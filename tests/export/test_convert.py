@@ -25,7 +25,7 @@ from draftsmith.errors import ConfigError, InputError, explained
 from draftsmith.export.convert import export_drafter, import_drafter
 from draftsmith.report.session import load_pair
 from draftsmith.target.load import Target, TargetSpec
-from limits import largest_file, small_disk
+from faults import largest_file, small_disk
 
 CPU = torch.device("cpu")
 DEMO = TargetSpec("demo")

@@ -27,7 +27,7 @@ from draftsmith.pipeline import journal, workers
 from draftsmith.pipeline.checkpoint import Checkpoints
 from draftsmith.pipeline.metrics import StepLog
 from draftsmith.pipeline.trainer import train
-from limits import handles, largest_file, no_handles, read_only, small_disk
+from faults import handles, largest_file, no_handles, read_only, small_disk
 
 MakeConfig = Callable[..., Config]
 Fault = Callable[[Path], AbstractContextManager[None]]

@@ -23,7 +23,7 @@ from draftsmith.pipeline.machine import this_machine
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.store import DiskStore, MemoryStore, StoreIdentity
 from draftsmith.target.load import Target
-from limits import largest_file, no_handles, small_disk
+from faults import largest_file, no_handles, small_disk
 
 MakeConfig = Callable[..., Config]
 IDENTITY = StoreIdentity("target", (0, 1), "float32", "documents")
