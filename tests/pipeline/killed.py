@@ -94,7 +94,9 @@ def cases() -> dict[str, Case]:
         def damaged(line: str) -> None:
             raise AssertionError(line)
 
-        found = Checkpoints(folder, 9).latest(damaged)
+        checkpoints = Checkpoints(folder, 9)
+        assert all(len(list(folder.joinpath(f"step-{n}").iterdir())) == 4 for n in checkpoints.steps()), "one in half"
+        found = checkpoints.latest(damaged)
         assert found is not None
         (w,), (m,) = found.weights["w"].unique().tolist(), found.optimizer["w/m"].unique().tolist()
         return found.state.step, w, m
@@ -232,13 +234,47 @@ def run(number: int, start: str, words: list[str], folder: Path) -> int:
     return main(words)
 
 
+def nurse() -> None:
+    """Imports the program, and then does nothing but fork: every line of input is one of
+
+    - `start`, a folder, when to be killed ("" or as for `run`) and words: a child runs `draftsmith` there from its start,
+      in a process of its own. Answers its number.
+    - `wait` and a child's number: answers its exit code, or minus the signal that ended it.
+    """
+    import transformers
+
+    import draftsmith.report.session  # noqa: F401
+    from draftsmith.cli import main
+
+    _ = transformers.AutoTokenizer, transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM
+    for line in sys.stdin:
+        what, *given = json.loads(line)
+        if what == "wait":
+            _, status = os.waitpid(given[0], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                folder, until, words = given
+                os.chdir(folder)
+                log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                for stream in (1, 2):
+                    os.dup2(log, stream)
+                os.close(log)
+                number, _, start = until.partition(" ")
+                code = run(int(number), start, words, Path("run")) if until else main(words)
+                sys.stdout.flush()
+                os._exit(code)
+        print(answer, flush=True)
+
+
 def main() -> int:
+    if sys.argv[1] == "nurse":
+        nurse()
+        return 0
     if sys.argv[1] == "all":
         print(json.dumps({name: try_all(case, Path(sys.argv[2]) / name) for name, case in cases().items()}))
-        return 0
-    _, _, folder, step, *words = sys.argv
-    number, _, start = step.partition(" ")
-    return run(int(number), start, words, Path(folder))
+    return 0
 
 
 if __name__ == "__main__":

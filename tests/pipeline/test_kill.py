@@ -1,6 +1,7 @@
 """Killed at any instant and resumed, a run ends with the bits of one that was never killed, and nothing lies around."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -49,10 +50,10 @@ def check_order(name: str, steps: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Life:
-    """A run that was never killed: its folder, and how long its process lived."""
+    """A run that was never killed: its folder, and how long its process lived, fresh or forked."""
 
     folder: Path
-    seconds: float
+    seconds: dict[bool, float]
     phases: Counter[str] = field(default_factory=Counter)  # in which the random kills fell
 
 
@@ -71,29 +72,66 @@ def write_config(place: Path, data: Path) -> None:
     (place / "c.yaml").write_text(yaml.safe_dump(config))
 
 
-def start(place: Path, *more: str, until: str = "") -> subprocess.Popen[str]:
-    """`draftsmith train`, a process of its own; `until`: it kills itself before this step on the disk."""
-    words = [sys.executable, "-c", "import sys; from draftsmith.cli import main; sys.exit(main())"]
-    if until:
-        words = [sys.executable, str(KILLED), "run", "run", until]
-    resume = ["--resume"] if (place / "run").exists() else []
-    with (place / "log").open("a") as log:
-        return subprocess.Popen(
-            [*words, "train", "c.yaml", *resume, *more], cwd=place, stdout=log, stderr=log, text=True
+class Runs:
+    """Runs `draftsmith train` in processes of their own.
+
+    A fresh interpreter spends most of a small run's life with imports, before it could do any harm. So most runs are
+    forked from a process that has imported the program and has done nothing else; `fresh` ones start from nothing.
+    """
+
+    def __init__(self) -> None:
+        self._nurse = subprocess.Popen(
+            [sys.executable, str(KILLED), "nurse"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self._fresh: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, place: Path, *, fresh: bool = False, until: str = "") -> int:
+        """Starts or resumes the run of a folder; `until`: it kills itself before this step on the disk."""
+        words = ["train", "c.yaml", *(["--resume"] if (place / "run").exists() else [])]
+        if not fresh:
+            return self._ask("start", str(place), until, words)
+        command = [sys.executable, "-c", "import sys; from draftsmith.cli import main; sys.exit(main())", *words]
+        with (place / "log").open("a") as log:
+            process = subprocess.Popen(command, cwd=place, stdout=log, stderr=log, text=True)
+        self._fresh[process.pid] = process
+        return process.pid
+
+    def wait(self, number: int) -> int:
+        """Exit code of a run, or minus the signal that ended it."""
+        fresh = self._fresh.pop(number, None)
+        return fresh.wait() if fresh else self._ask("wait", number)
+
+    def close(self) -> None:
+        assert self._nurse.stdin is not None
+        self._nurse.stdin.close()
+        self._nurse.wait()
+
+    def _ask(self, *question: Any) -> int:
+        assert self._nurse.stdin is not None
+        assert self._nurse.stdout is not None
+        print(json.dumps(question), file=self._nurse.stdin, flush=True)
+        return int(self._nurse.stdout.readline())
 
 
 @pytest.fixture(scope="session")
-def life(tmp_path_factory: pytest.TempPathFactory, some_conversations: Path) -> Iterator[Life]:
+def runs() -> Iterator[Runs]:
+    made = Runs()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def life(runs: Runs, tmp_path_factory: pytest.TempPathFactory, some_conversations: Path) -> Iterator[Life]:
     place = tmp_path_factory.mktemp("life")
-    seconds = []
-    for name in ("whole", "again"):
-        write_config(place / name, some_conversations)
+    seconds = {}
+    for fresh in (True, False):
+        folder = place / ("fresh" if fresh else "forked")
+        write_config(folder, some_conversations)
         began = time.monotonic()
-        assert start(place / name).wait(300) == 0, (place / name / "log").read_text()
-        seconds.append(time.monotonic() - began)
-    found = Life(place / "whole" / "run", min(seconds))
-    assert differences(found.folder, place / "again" / "run") == []
+        assert runs.wait(runs.start(folder, fresh=fresh)) == 0, (folder / "log").read_text()
+        seconds[fresh] = time.monotonic() - began
+    found = Life(place / "fresh" / "run", seconds)
+    assert differences(found.folder, place / "forked" / "run") == []
     yield found
     print(f"\nrandom kills by phase: {dict(found.phases.most_common())}")
 
@@ -146,30 +184,32 @@ def phase(folder: Path) -> str:
     return "between checkpoints" if (folder / "checkpoints").exists() else "before the first checkpoint"
 
 
-def finish(place: Path, life: Life) -> None:
+def finish(place: Path, runs: Runs, life: Life) -> None:
     """Resumes to the end, and compares."""
-    assert start(place).wait(300) == 0, (place / "log").read_text()
+    assert runs.wait(runs.start(place)) == 0, (place / "log").read_text()
     assert differences(life.folder, place / "run") == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(KILLS))
 def test_killed_at_random_and_resumed_equals_never_killed(
-    number: int, life: Life, tmp_path: Path, some_conversations: Path
+    number: int, runs: Runs, life: Life, tmp_path: Path, some_conversations: Path
 ) -> None:
-    """SIGKILL at an instant drawn from the whole life of the process; a third of the resumed runs is killed again."""
+    """SIGKILL at an instant drawn from the whole life of the process, every fifth time a fresh one with its imports. A
+    third of the resumed runs is killed again."""
     draw = random.Random(SEED * 1000 + number)
     place = tmp_path / "cut"
     write_config(place, some_conversations)
+    fresh = number % 5 == 0
     while True:
-        process = start(place)
-        time.sleep(draw.uniform(0, life.seconds))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = runs.start(place, fresh=fresh)
+        time.sleep(draw.uniform(0, life.seconds[fresh]))
+        os.kill(process, signal.SIGKILL)
+        assert runs.wait(process) in (0, -signal.SIGKILL)
         life.phases[phase(place / "run")] += 1
         if draw.random() > 1 / 3:
             break
-    finish(place, life)
+    finish(place, runs, life)
 
 
 WAYS = {  # the n-th step on the disk that begins so
@@ -198,10 +238,10 @@ WAYS = {  # the n-th step on the disk that begins so
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_at_a_chosen_step_and_resumed_equals_never_killed(
-    way: str, life: Life, tmp_path: Path, some_conversations: Path
+    way: str, runs: Runs, life: Life, tmp_path: Path, some_conversations: Path
 ) -> None:
     """The rare instants, each hit for certain."""
     place = tmp_path / "cut"
     write_config(place, some_conversations)
-    assert start(place, until=WAYS[way]).wait(300) == -signal.SIGKILL
-    finish(place, life)
+    assert runs.wait(runs.start(place, until=WAYS[way])) == -signal.SIGKILL
+    finish(place, runs, life)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import FRESH_MEMORY, start
 from safetensors.torch import load_file
 
 from conftest import run_training
 from draftsmith.config import Config
+from planted import FRESH_MEMORY, start
 
 MakeConfig = Callable[..., Config]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limit on memory")

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from planted import start
 
 from conftest import run_training
 from draftsmith.config import Config
 from draftsmith.pipeline import watch
 from draftsmith.pipeline.checkpoint import Checkpoints
 from draftsmith.pipeline.watch import StalledError, Watch, WorkerClock
+from planted import start
 
 MakeConfig = Callable[..., Config]
 

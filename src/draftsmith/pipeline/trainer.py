@@ -32,7 +32,7 @@ from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
 from draftsmith.pipeline.watch import Watch, WorkerClock
 from draftsmith.pipeline.workers import DrafterWorker, Feed, Meeting, TargetWorker, TrainSettings
 from draftsmith.report.crash import NAME as CRASH_REPORT
-from draftsmith.report.crash import Scene, flight_recorder, write_crash_report
+from draftsmith.report.crash import Scene, clear_reports, flight_recorder, write_crash_report
 from draftsmith.report.progress import Gauges
 
 WRITTEN_BY = "written by draftsmith "  # heads the config of a run
@@ -185,6 +185,7 @@ def train(
         state = checkpoint.state if checkpoint else None
         if state and state.step >= state.steps and read_provenance(folder / "draft").get("step") == state.step:
             log(f"resume: {folder} is finished at step {state.step}, nothing to do")
+            clear_reports(folder)
             return RunResult(folder, state.step, True, state.best_tau, state.best_step)
         if job is None:
             resolved = Resolved(state.topology, state.threads, state.held_out) if state else None

@@ -78,6 +78,13 @@ def flight_recorder(
     (folder / NAME).unlink(missing_ok=True)
 
 
+def clear_reports(folder: Path) -> None:
+    """For a run that is finished: takes away what a kill kept its `flight_recorder` from taking away."""
+    (folder / NAME).unlink(missing_ok=True)
+    if (folder / FATAL).exists() and not (folder / FATAL).read_bytes():
+        (folder / FATAL).unlink()
+
+
 def crash_report(config: Config, error: BaseException, scene: Scene | None) -> dict[str, Any]:
     """The report as plain data, not yet cleaned. `scene` is None if no worker was running."""
     report = _header(config) | {
