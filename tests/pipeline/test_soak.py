@@ -19,7 +19,7 @@ from planted import start
 
 MakeConfig = Callable[..., Config]
 MINUTES = 10
-CHANNEL_MIB = 16
+CHANNEL_MIB = 8
 
 SOAK = """
 import json, signal
@@ -31,7 +31,7 @@ rows = open({rows!r}, "a", buffering=1)
 
 def slow(self, features, blocks):
     print(features.row.index, file=rows)
-    time.sleep(0.15)
+    time.sleep(0.1)
     return forward(self, features, blocks)
 
 
@@ -63,8 +63,8 @@ go(plant)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_grows_in_ten_minutes(demo_config: MakeConfig, tmp_path: Path) -> None:
     config = demo_config(
-        run__dir=str(tmp_path / "run"), topology="3+2", train__steps=10**6, data__row_tokens=1024,
-        pipeline__threads=1, pipeline__channel_mib=CHANNEL_MIB, checkpoint__every=50, eval__every=100, eval__limit=2,
+        run__dir=str(tmp_path / "run"), topology="3+2", train__steps=10**6, data__row_tokens=512,
+        pipeline__threads=1, pipeline__channel_mib=CHANNEL_MIB, checkpoint__every=20, eval__every=30, eval__limit=2,
         eval__max_new_tokens=32,
     )  # fmt: skip
     names = {name: str(tmp_path / name) for name in ("rows", "samples")}
