@@ -78,15 +78,13 @@ def test_nothing_grows_in_ten_minutes(demo_config: MakeConfig, tmp_path: Path) -
     drift = rss_mib[1] / rss_mib[0] - 1
     peak_mib = max(sample["peak_bytes"] for sample in samples) / 2**20
     full = statistics.mean(sample["used_bytes"] for sample in samples) / 2**20
-    print(
-        f"{len(steps)} steps, RSS {rss_mib[0]:.0f} -> {rss_mib[1]:.0f} MiB ({drift:+.2%}), channel {full:.1f} MiB on "
-    )
-    print(f"average, {peak_mib:.1f} at most; threads {sorted({s['threads'] for s in samples})}")
+    print(f"{len(steps)} steps, RSS {rss_mib[0]:.0f} -> {rss_mib[1]:.0f} MiB ({drift:+.2%})")
+    print(f"channel {full:.1f} MiB, at most {peak_mib:.1f}; threads {sorted({s['threads'] for s in samples})}")
     assert drift < 0.02
     assert peak_mib <= CHANNEL_MIB
     assert full > CHANNEL_MIB / 2, "the drafters were not slower: this measures nothing"
     assert len({sample["threads"] for sample in early + late}) == 1
-    assert max(s["files"] for s in late) <= max(s["files"] for s in early)
+    assert statistics.median(s["files"] for s in late) == statistics.median(s["files"] for s in early)
     assert steps == list(range(1, len(steps) + 1))
     seen = Counter(int(line) for line in (tmp_path / "rows").read_text().split())
     assert seen == Counter(range(len(steps) * config.train.rows_per_step)), "a row was lost or learned from twice"
