@@ -114,6 +114,16 @@ def test_a_fatal_signal_leaves_its_stacks(demo_config: MakeConfig, tmp_path: Pat
     assert not {"crash-report.json", "fatal-stacks.txt"} & set(os.listdir(tmp_path / "run"))
 
 
+def test_an_attempt_that_was_killed_is_told_of(demo_config: MakeConfig, tmp_path: Path) -> None:
+    config = demo_config(run__dir=str(tmp_path / "run"), checkpoint__every=1)
+    process = start(config, SEGFAULT.replace("11)", "9)"), tmp_path)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    result, quiet, _ = run_training(config, resume=True)
+    assert result.finished
+    assert sum("the attempt before ended without a word" in line for line in quiet.lines) == 1
+
+
 def looks(watcher: Watch, seconds: float) -> list[StalledError]:
     """What `look` found, asked every tenth of a second."""
     found = []

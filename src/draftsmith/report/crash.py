@@ -29,6 +29,7 @@ from draftsmith.redaction import without_secrets
 NAME = "crash-report.json"
 FATAL = "fatal-stacks.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "peft")
+KILLED = "the attempt before ended without a word: aborted, killed (by the kernel if memory was short), or a power cut"
 LAST_METRICS, LAST_COMPILATIONS = 10, 20
 
 
@@ -56,11 +57,13 @@ def flight_recorder(
     """Around a run: whatever ends it early leaves a report, and what ended an earlier attempt is gone once all is well.
 
     A fatal signal (a segmentation fault in native code) leaves no time for a report: Python's own handler writes the
-    stacks into `fatal-stacks.txt`, and the next attempt makes a report of them.
+    stacks into `fatal-stacks.txt`, and the next attempt makes a report of them. If that file is there and empty, the
+    attempt before had no time even for that.
     """
     fatal = folder / FATAL
-    if fatal.exists() and (stacks := fatal.read_text(errors="replace").splitlines()):
-        summary = f"the attempt before was ended by a fatal error in native code: {stacks[0]}"
+    if fatal.exists():
+        stacks = fatal.read_text(errors="replace").splitlines()
+        summary = f"the attempt before was ended by a fatal error in native code: {stacks[0]}" if stacks else KILLED
         log(f"warning: {summary}; " + _write(folder / NAME, _header(config) | {"summary": [summary], "stacks": stacks}))
     with fatal.open("w") as file:
         ours = not faulthandler.is_enabled()  # somebody else's handler stays as it is
