@@ -237,7 +237,7 @@ def run(number: int, start: str, words: list[str], folder: Path) -> int:
 def nurse() -> None:
     """Imports the program, and then does nothing but fork: every line of input is one of
 
-    - `start`, a folder, when to be killed ("" or as for `run`) and words: a child runs `draftsmith` there from its start,
+    - `start`, a folder, when to be killed ("" or as for `run`), words: a child runs `draftsmith` there from its start,
       in a process of its own. Answers its number.
     - `wait` and a child's number: answers its exit code, or minus the signal that ended it.
     """
