@@ -79,6 +79,7 @@ def cases() -> dict[str, Case]:
     from draftsmith.drafter.checkpoint import write_folder
     from draftsmith.files import recover, write_text
     from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
+    from draftsmith.pipeline.store import DiskStore, StoreIdentity
 
     def checkpoint(step: int, value: float) -> Checkpoint:
         state = TrainState(step, 20, 1, {"target": [], "drafter": []}, 1, "t", "d", True, None, None)
@@ -106,6 +107,24 @@ def cases() -> dict[str, Case]:
 
     def drafter(folder: Path, value: float) -> None:
         write_folder(folder / "draft", {"w": torch.full((5000,), value)}, {"config.json": str(value)})
+
+    def store(folder: Path) -> DiskStore:
+        def damaged(line: str) -> None:
+            raise AssertionError(line)
+
+        identity = StoreIdentity("t", (0,), "float32", "d")
+        return DiskStore(folder, identity, 3, torch.float32, torch.float32, damaged, shard_bytes=1)
+
+    def keep_features(folder: Path, number: int) -> None:
+        kept = store(folder)
+        kept.put([number], [torch.full((2000, 4), float(number))])
+        kept.close()
+
+    def features(folder: Path) -> dict[int, list[float]]:
+        kept = store(folder)
+        found = {number: kept.get([number]) for number in range(3)}
+        kept.close()
+        return {number: hidden[0].unique().tolist() for number, hidden in found.items() if hidden}
 
     def drafter_bytes(folder: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (folder / "draft").glob("*")}
@@ -135,6 +154,12 @@ def cases() -> dict[str, Case]:
             lambda folder: recover(folder / "draft"),
             drafter_bytes,
         ),
+        "a shard of features after another": Case(
+            lambda folder: keep_features(folder, 1),
+            lambda folder: keep_features(folder, 2),
+            lambda folder: store(folder).close(),
+            features,
+        ),
         "a text in the place of another": Case(
             lambda folder: write_text(folder / "text", ["one"]),
             lambda folder: write_text(folder / "text", ["two"]),
@@ -150,6 +175,8 @@ def try_all(case: Case, place: Path) -> list[str]:
 
     Returns the steps. This process has one thread, so it can fork.
     """
+    from draftsmith.files import LOCK
+
     before, after = place / "before", place / "after"
     before.mkdir(parents=True)
     case.prepare(before)
@@ -165,7 +192,7 @@ def try_all(case: Case, place: Path) -> list[str]:
         survived = _fork(lambda: (death(work), case.act(work)))
         case.recover(work)
         assert case.read(work) in ((new,) if survived else (old, new))
-        assert not [path for path in work.iterdir() if path.name.startswith(".")], "something was left"
+        assert not [p for p in work.iterdir() if p.name.startswith(".") and p.name != LOCK], "something was left"
         case.act(work)
         assert case.read(work) == new
         assert {path.name for path in work.iterdir()} == {path.name for path in after.iterdir()}
@@ -237,7 +264,7 @@ def run(number: int, start: str, words: list[str], folder: Path) -> int:
 def nurse() -> None:
     """Imports the program, and then does nothing but fork: every line of input is one of
 
-    - `start`, a folder, when to be killed ("" or as for `run`) and words: a child runs `draftsmith` there from its start,
+    - `start`, a folder, when to be killed ("" or as for `run`), words: a child runs `draftsmith` there from its start,
       in a process of its own. Answers its number.
     - `wait` and a child's number: answers its exit code, or minus the signal that ended it.
     """

@@ -87,6 +87,17 @@ def test_a_good_end_takes_the_report_away(demo_config: MakeConfig, monkeypatch: 
     assert not {"crash-report.json", "fatal-stacks.txt"} & set(os.listdir(config.run.dir))
 
 
+def test_a_run_that_was_killed_when_all_was_well_is_tidied_up(demo_config: MakeConfig) -> None:
+    """Stacks of a fatal error stay: no report has been made of them."""
+    result, _, _ = run_training(demo_config())
+    (result.folder / "crash-report.json").write_text("{}")
+    for stacks, stay in (("", False), ("Fatal Python error", True)):
+        (result.folder / "fatal-stacks.txt").write_text(stacks)
+        assert run_training(demo_config(), resume=True)[0].finished
+        assert not (result.folder / "crash-report.json").exists()
+        assert (result.folder / "fatal-stacks.txt").exists() is stay
+
+
 def test_a_failure_before_the_workers_leaves_one_too(demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not make the directory count as used."""
 

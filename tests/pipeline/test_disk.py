@@ -298,10 +298,10 @@ def test_nothing_that_decides_asks_the_clock_on_the_wall() -> None:
 
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
-from draftsmith.pipeline.trainer import locked
-with locked(Path(sys.argv[1]), resume=True):
+from draftsmith.files import lock_folder
+with lock_folder(Path(sys.argv[1]), "run.dir"):  # as a run does, without its imports
     print("held", flush=True)
     sys.stdin.read()
 """
