@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,32 @@ def test_the_form_is_found_for_each_file(form: str, name: str, tmp_path: Path) -
     assert isinstance(item, Conversation)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_row_that_is_not_utf8_is_refused_alone(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / name, ROWS[:5])
-    if name == "a.parquet":  # so that the text stands in the file as it is
-        pa.parquet.write_table(pa.Table.from_pylist(ROWS[:5]), path, compression="none")
+def test_a_row_that_is_not_utf8_is_refused_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"  # not compressed: the text stands in the file as it is
+    pa.parquet.write_table(pa.Table.from_pylist(ROWS[:5]), path, compression="none")
     path.write_bytes(path.read_bytes().replace(b"question 3", b"question\xff3"))
     items = list(read_conversations([str(path)]))
     assert [type(item) for item in items] == [*[Conversation] * 3, Reject, Conversation]
     assert items[3].line == 4
     assert "not UTF-8" in str(items[3])
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "a.feather"])
+def test_damage_inside_a_table_is_refused_and_not_followed(name: str, tmp_path: Path) -> None:
+    """Offsets that lead out of the file would end the process."""
+    path, texts = tmp_path / name, ["first", "second"]
+    table = pa.table({"text": texts})
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    whole, offsets = path.read_bytes(), struct.pack("<3i", 0, 5, 11)
+    assert whole.count(offsets) == 1
+    for damage in (struct.pack("<3i", 0, 2**30, 2**31 - 1), struct.pack("<3i", 0, 11, 5)):
+        path.write_bytes(whole.replace(offsets, damage))
+        with pytest.raises(InputError, match=r"cannot be read: .*ffset"):
+            list(read_conversations([str(path)]))
+    path.write_bytes(whole.replace(b"second", b"s\xffcond"))
+    with pytest.raises(InputError, match=r"cannot be read: .*UTF8"):
+        list(read_conversations([str(path)]))
 
 
 def test_a_form_can_be_asked_for(tmp_path: Path) -> None:

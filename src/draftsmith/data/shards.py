@@ -116,6 +116,7 @@ class Shard:
         self.path = path
         try:
             self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            self.batch.validate(full=True)  # offsets come from the file as they are
             self.about: dict[str, Any] = json.loads(self.batch.schema.metadata[b"draftsmith"])
             self.counts = ShardCounts(**{name: self.about[name] for name in ShardCounts.__slots__})
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:

@@ -264,7 +264,10 @@ def _parquet_batches(file: IO[bytes]) -> Iterable[pa.RecordBatch]:
 
 
 def _arrow_batches(file: IO[bytes]) -> Iterator[pa.RecordBatch]:
-    """Batches of an Arrow file, or of an Arrow stream (as `datasets` writes)."""
+    """Batches of an Arrow file, or of an Arrow stream (as `datasets` writes).
+
+    Each is validated: pyarrow takes offsets from the file as they are, and a damaged one would end the process.
+    """
     head = file.read(6)
     file.seek(0)
     if head == b"ARROW1":
@@ -273,6 +276,7 @@ def _arrow_batches(file: IO[bytes]) -> Iterator[pa.RecordBatch]:
     else:
         batches = pa.ipc.open_stream(file)
     for batch in batches:
+        batch.validate(full=True)
         for start in range(0, batch.num_rows, TABLE_ROWS):
             yield batch.slice(start, TABLE_ROWS)
 
