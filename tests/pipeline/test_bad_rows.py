@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from conftest import Quiet, run_training
 from draftsmith.config import Config
-from draftsmith.pipeline.bad_rows import TooManyBadRowsError
+from draftsmith.errors import InputError
+from draftsmith.pipeline.bad_rows import BadRows, TooManyBadRowsError
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.target.capture import decoder_layers
 
@@ -172,6 +173,14 @@ def test_the_budget_ends_the_run_and_counts_on_after_a_resume(demo_config: MakeC
     healthy, _ = trained(config, lambda run: None, resume=True)
     assert healthy.finished
     assert [line["rows"] for line in lines(Path(config.run.dir), "bad-rows.jsonl")] == [[1]]
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"step": 1, "rows": 3}', "\xff"])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
+    whole = '{"step": 1, "rows": [3], "documents": [], "reason": ""}'
+    (tmp_path / "bad-rows.jsonl").write_text(f"{whole}\n{damage}\n{whole}\n", encoding="latin-1")
+    with pytest.raises(InputError, match=r"bad-rows\.jsonl:2 is damaged; remove the line"):
+        BadRows(tmp_path, 1, 64)
 
 
 def test_replicas_leave_out_the_same_rows_as_one(demo_config: MakeConfig) -> None:

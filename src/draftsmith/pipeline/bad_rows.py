@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from draftsmith.errors import InputError
 from draftsmith.nouns import Row
 from draftsmith.pipeline.metrics import StepLog
 
@@ -27,8 +28,7 @@ class BadRows:
         self._lock = threading.Lock()
         self._noted: list[tuple[int, Sequence[int], Sequence[int], str]] = []
         self._lines = StepLog(self._path, step)
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        self._count = sum(len(json.loads(line)["rows"]) for line in text.splitlines())
+        self._count = _rows_in(self._path)
 
     def note(self, step: int, row: Row, reason: str) -> None:
         """A row of this step (from 1) was left out."""
@@ -80,3 +80,19 @@ class BadRows:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _rows_in(path: Path) -> int:
+    """How many rows the lines of an interrupted run name.
+
+    Raises:
+        InputError: a line is damaged.
+    """
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    count = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            count += len(json.loads(line)["rows"])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{path}:{number} is damaged; remove the line to go on without counting it") from None
+    return count
