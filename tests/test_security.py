@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,8 +28,9 @@ from draftsmith import cli, embedded
 from draftsmith.compile import carry, private
 from draftsmith.compile.cache import CacheError
 from draftsmith.data.hub import find_files
-from draftsmith.data.shards import read_manifest
-from draftsmith.data.template import Renderer
+from draftsmith.data.rendered import Rendered
+from draftsmith.data.shards import Shard, read_manifest, write_shard
+from draftsmith.data.template import Document, Renderer
 from draftsmith.drafter.checkpoint import find_drafter, load_drafter, save_drafter
 from draftsmith.errors import InputError
 from draftsmith.files import is_inside
@@ -286,6 +289,18 @@ def test_prepared_data_stays_in_its_folder(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=r"shards\[0\] is '../../secret.arrow', which is not inside the folder"):
         read_manifest(tmp_path)
+
+
+def test_a_shards_offsets_are_not_followed_out_of_it(tmp_path: Path) -> None:
+    """Its checksum can be made to fit; numpy would read whatever lies behind it."""
+    document = Document(np.arange(4, dtype=np.int32), np.ones(4, np.bool_))
+    item = Rendered("f", 1, "00" * 32, True, (document, document))
+    write_shard(tmp_path / "s.arrow", "f", [item])
+    whole, offsets = (tmp_path / "s.arrow").read_bytes(), struct.pack("<3i", 0, 4, 8)
+    assert whole.count(offsets) == 2
+    (tmp_path / "s.arrow").write_bytes(whole.replace(offsets, struct.pack("<3i", 0, 4, 2**20)))
+    with pytest.raises(InputError, match="is damaged"):
+        Shard(tmp_path / "s.arrow")
 
 
 @pytest.mark.parametrize(
