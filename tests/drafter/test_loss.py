@@ -83,10 +83,15 @@ def test_large_logits_stay_finite() -> None:
     assert gradient.isfinite().all()
 
 
-def test_the_loss_is_summed_in_fp32_whatever_the_weights_are() -> None:
-    """In bf16 the sum of many small terms would stop growing."""
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_the_loss_is_summed_in_fp32_whatever_the_weights_are(default: torch.dtype) -> None:
+    """In bf16 the sum of many small terms would stop growing. Also if the process makes its tensors in bf16."""
     hidden, blocks, head = case(dtype=torch.bfloat16)
-    made = block_loss(hidden, blocks, head, HeadScaling())
+    torch.set_default_dtype(default)
+    try:
+        made = block_loss(hidden, blocks, head, HeadScaling())
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert made.loss.dtype == made.weight.dtype == torch.float32
     torch.testing.assert_close(made.loss, plain(hidden, blocks, head, HeadScaling()), rtol=1e-6, atol=1e-6)
     (gradient,) = torch.autograd.grad(made.loss, hidden)
@@ -106,6 +111,14 @@ def test_counts_and_hits_per_slot() -> None:
     assert made.correct_B.tolist() == [sum(h for s, h in zip(slots, hits, strict=True) if s == k) for k in range(B)]
     assert 0 < sum(hits) < len(hits)
     assert float(made.weight) == pytest.approx(float(blocks.weights_L.sum()))
+
+
+def test_every_slot_is_counted_also_where_the_last_ones_have_no_label() -> None:
+    hidden, blocks, head = case(labels=2)
+    only = _with(blocks, learned_L=torch.tensor([1, B + 1]))
+    made = block_loss(hidden, only, head, HeadScaling())
+    assert made.count_B.tolist() == [0, 2, 0, 0, 0]
+    assert made.correct_B.shape == (B,)
 
 
 def test_parts_add_up_to_one_denominator() -> None:

@@ -217,8 +217,13 @@ def test_if_all_are_damaged_there_is_none_and_each_is_told(tmp_path: Path) -> No
 def test_a_checkpoint_of_another_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 2, 4)
     change(checkpoints.folder / "step-4", "state.json", {"format": 2, "draftsmith": "9.9"})
-    with pytest.raises(ConfigError, match=r"step-4 has format 2, written by draftsmith 9\.9; .* reads format 1\. "):
+    with pytest.raises(ConfigError) as refused:
         checkpoints.latest(pytest.fail)
+    assert str(refused.value) == (
+        f"resume: checkpoint {checkpoints.folder / 'step-4'} has format 2, written by draftsmith 9.9; draftsmith "
+        f"{__version__} reads format 1. Resume with that version, or start a new run with drafter.init set to this "
+        "run's draft folder"
+    )
     change(checkpoints.folder / "step-4", "manifest.json", {"a file of that format": "its sum"})
     with pytest.raises(ConfigError, match="has format 2"):
         checkpoints.latest(pytest.fail)
