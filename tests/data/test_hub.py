@@ -109,13 +109,13 @@ def test_what_looks_like_a_hub_id_is_asked_for_there(tmp_path: Path, monkeypatch
     remote = folder(tmp_path / "remote", "data/train-0.parquet", "data/test-0.parquet", "more/x.jsonl", readme=README)
     asked: list[list[str]] = []
 
-    def download(repo: str, *, repo_type: str, allow_patterns: list[str]) -> str:
-        assert (repo, repo_type) == ("owner/name", "dataset")
+    def download(repo: str, *, repo_type: str, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (repo, repo_type, revision) == ("owner/name", "dataset", None)
         asked.append(allow_patterns)
         return str(remote)
 
     listing = ["README.md", "data/train-0.parquet", "data/test-0.parquet", "more/x.jsonl"]
-    monkeypatch.setattr(hub.HfApi, "list_repo_files", lambda self, repo, repo_type: listing)
+    monkeypatch.setattr(hub.HfApi, "list_repo_files", lambda self, repo, repo_type, revision: listing)
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert find_files("owner/name:test") == [
         ("owner/name/data/test-0.parquet", remote / "data/test-0.parquet"),

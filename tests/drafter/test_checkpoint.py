@@ -15,7 +15,7 @@ from torch import Tensor
 from conftest import tiny_config, tiny_drafter
 from draftsmith.drafter.checkpoint import load_drafter, save_drafter
 from draftsmith.drafter.config import FULL, SLIDING, DrafterConfig
-from draftsmith.drafter.model import Drafter
+from draftsmith.drafter.model import Drafter, RotaryTable
 from draftsmith.errors import InputError
 
 
@@ -216,6 +216,19 @@ def test_a_value_of_the_wrong_type_is_one_line(tmp_path: Path, key: str, value: 
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with contextlib.suppress(InputError):
         Drafter(DrafterConfig.read(path.parent))
+
+
+@pytest.mark.parametrize("factor", [None, "x", [2.0], 0, math.inf])
+def test_a_rotation_without_its_factor_is_refused(factor: Any) -> None:
+    with pytest.raises(InputError, match=r"rope_parameters.factor is .*: expected a positive number"):
+        tiny_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": factor})
+
+
+@pytest.mark.parametrize("original", ["x", [2.0]])
+def test_a_rotation_that_cannot_be_computed_is_one_line(original: Any) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": original}
+    with pytest.raises(InputError, match=r"rope_parameters .* cannot be used: .*; mend its config.json"):
+        RotaryTable(tiny_config(rope_parameters=yarn), 8, CPU)
 
 
 def test_a_published_layout_is_understood() -> None:

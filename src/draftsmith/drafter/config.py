@@ -91,6 +91,8 @@ class DrafterConfig:
             "final_logit_softcapping": 1.0 if self.final_logit_softcapping is None else self.final_logit_softcapping,
             "input_embedding_scale": self.input_embedding_scale,
         }
+        if self.rope_parameters.get("rope_type", "default") != "default":
+            positive["rope_parameters.factor"] = self.rope_parameters.get("factor")
         for name, value in self.rope_parameters.items():
             if isinstance(value, bool) and name != "truncate":  # yarn's only switch
                 raise InputError(f"rope_parameters.{name} is {value}: expected a number")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
@@ -18,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from draftsmith.compile import guard
 from draftsmith.drafter.attention import BLOCKWISE, Backend, BlockLayout
 from draftsmith.drafter.config import DrafterConfig
+from draftsmith.errors import InputError
 from draftsmith.nouns import Blocks
 
 # (layer, q_AQD, slot keys_GQD, slot values_GQD) -> output_AQD
@@ -252,15 +254,26 @@ class RotaryTable:
     def __init__(
         self, config: DrafterConfig, length: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        qwen3 = Qwen3Config(
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope_parameters),
-        )
+        """
+        Raises:
+            InputError: `rope_parameters` lack a number, or have something else in its place.
+        """
+        try:
+            qwen3 = Qwen3Config(
+                head_dim=config.head_dim,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=dict(config.rope_parameters),
+            )
+            embedding = Qwen3RotaryEmbedding(qwen3)
+        except (TypeError, ValueError, ArithmeticError, LookupError, StrictDataclassError) as error:
+            raise InputError(
+                f"the drafter's rope_parameters {dict(config.rope_parameters)} cannot be used: "
+                f"{' '.join(str(error).split())}; mend its config.json"
+            ) from error
         with guard.shared():
-            cos, sin = Qwen3RotaryEmbedding(qwen3)(torch.zeros(1), torch.arange(length)[None])
+            cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
         self.cos_LD: Tensor = cos[0].to(device, dtype)
         self.sin_LD: Tensor = sin[0].to(device, dtype)
 
