@@ -253,15 +253,11 @@ def test_a_run_directory_that_cannot_be_written_exits_2(
 
 
 def test_a_run_directory_that_became_read_only_is_not_resumed(short: MakeConfig, tmp_path: Path) -> None:
-    """Nor is a checkpoint that cannot be read for want of handles taken for a damaged one."""
     config = short(tmp_path / "run")
     run_training(config)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with read_only(tmp_path / "run"), pytest.raises(ConfigError, match=r"cannot be written: (Read-only|Permission)"):
         run_training(config, resume=True)
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 3)
-    with no_handles(), pytest.raises(OSError, match="Too many open files"):
-        checkpoints.latest(print)
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
