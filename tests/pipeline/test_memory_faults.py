@@ -54,7 +54,7 @@ def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("body", "who"), [(TARGET, "documents"), (DRAFTER, "blocks")], ids=["target", "drafter"])
 def test_memory_runs_out_once(demo_config: MakeConfig, tmp_path: Path, body: str, who: str) -> None:
-    settings = {"train__steps": 2, "data__row_tokens": 2048, "pipeline__threads": 1, "pipeline__target_batch_rows": 4}
+    settings = {"train__steps": 2, "data__row_tokens": 1024, "pipeline__threads": 1, "pipeline__target_batch_rows": 4}
     plain, _, _ = run_training(demo_config(run__dir=str(tmp_path / "plain"), **settings))
     process = start(demo_config(run__dir=str(tmp_path / "short"), **settings), body, tmp_path, **FRESH_MEMORY)
     out, err = process.communicate(timeout=120)

@@ -42,23 +42,30 @@ def write(demo_config: Callable[..., Config], tmp_path: Path) -> Callable[..., t
     return make
 
 
-def test_killed_and_resumed_equals_never_killed(write: Callable[..., tuple[Path, Path]]) -> None:
-    """40 steps, SIGKILL after step 20: bit-identical weights; the record goes on where the checkpoint stood."""
-    settings = {"train__steps": 40, "checkpoint__every": 7, "eval__every": 10, "eval__limit": 2}
+@pytest.mark.parametrize(("steps", "kept"), [pytest.param(40, 21, marks=pytest.mark.slow), (14, 7)])
+def test_killed_and_resumed_equals_never_killed(write: Callable[..., tuple[Path, Path]], steps: int, kept: int) -> None:
+    """SIGKILL after half of the steps: bit-identical weights; the record goes on where the checkpoint stood."""
+    settings = {
+        "train__steps": steps,
+        "checkpoint__every": 7,
+        "eval__every": steps // 4,
+        "eval__limit": 1,
+        "eval__max_new_tokens": 32,
+    }
     config, whole = write("whole", **settings)
     assert start(config).wait() == 0
     config, cut = write("cut", **settings)
     process = start(config)
-    wait_for_steps(cut, 22, process)
+    wait_for_steps(cut, kept + 1, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = (cut / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     resumed = start(config, "--resume")
     assert resumed.wait() == 0
     after = (cut / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    assert after[:21] == before[:21], "lines up to the checkpoint at step 21 are kept byte for byte"
-    assert [json.loads(line)["step"] for line in after] == list(range(1, 41))
-    for folder in ("checkpoints/step-40", "draft", "best"):
+    assert after[:kept] == before[:kept], "lines up to the checkpoint are kept byte for byte"
+    assert [json.loads(line)["step"] for line in after] == list(range(1, steps + 1))
+    for folder in (f"checkpoints/step-{steps}", "draft", "best"):
         name = "drafter.safetensors" if folder.startswith("checkpoints") else "model.safetensors"
         ours, expected = load_file(cut / folder / name), load_file(whole / folder / name)
         assert all(torch.equal(ours[key], expected[key]) for key in expected), folder

@@ -93,7 +93,8 @@ def test_a_hub_id_is_downloaded(
 ) -> None:
     hub, asked = published(tmp_path / "hub", demo_target), []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        assert revision is None
         asked.append((name, allow_patterns))
         return str(shutil.copytree(hub, tmp_path / f"cache-{len(asked)}"))
 

@@ -83,13 +83,13 @@ def test_a_thread_that_is_killed_ends_the_run(demo_config: MakeConfig, tmp_path:
     assert Checkpoints(tmp_path / "run" / "checkpoints", 3).latest(pytest.fail) is not None
 
 
-SEGFAULT = """
+CRASHES = """
 def plant(run):
     calls = iter(range(10**6))
 
     def before(module, inputs):
         if next(calls) == 5:
-            os.kill(os.getpid(), 11)
+            {crash}
 
     target_layer(run).register_forward_pre_hook(before)
 
@@ -100,7 +100,7 @@ go(plant)
 def test_a_fatal_signal_leaves_its_stacks(demo_config: MakeConfig, tmp_path: Path) -> None:
     """Native code that crashes: the next attempt makes a report of what Python's handler wrote."""
     config = demo_config(run__dir=str(tmp_path / "run"), checkpoint__every=1)
-    process = start(config, SEGFAULT, tmp_path)
+    process = start(config, CRASHES.format(crash="ctypes.string_at(0)"), tmp_path)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGSEGV
     process = start(config, "go(lambda run: os._exit(7), '--resume')", tmp_path)
@@ -116,7 +116,7 @@ def test_a_fatal_signal_leaves_its_stacks(demo_config: MakeConfig, tmp_path: Pat
 
 def test_an_attempt_that_was_killed_is_told_of(demo_config: MakeConfig, tmp_path: Path) -> None:
     config = demo_config(run__dir=str(tmp_path / "run"), checkpoint__every=1)
-    process = start(config, SEGFAULT.replace("11)", "9)"), tmp_path)
+    process = start(config, CRASHES.format(crash="os.kill(os.getpid(), 9)"), tmp_path)
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     result, quiet, _ = run_training(config, resume=True)
