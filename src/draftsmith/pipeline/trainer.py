@@ -13,7 +13,7 @@ from draftsmith.compile import guard
 from draftsmith.config import Config, differing_keys, dump_config, load_config
 from draftsmith.drafter.checkpoint import read_provenance
 from draftsmith.drafter.model import RotaryTable
-from draftsmith.errors import ConfigError, InputError, NothingToTrainOnError
+from draftsmith.errors import ConfigError, NothingToTrainOnError
 from draftsmith.files import LOCK, lock_folder, recover, write_text
 from draftsmith.nouns import Features
 from draftsmith.pipeline.bad_rows import BadRows
@@ -32,7 +32,7 @@ from draftsmith.pipeline.warmup import run_signatures, warm_up_and_log
 from draftsmith.pipeline.watch import Watch, WorkerClock
 from draftsmith.pipeline.workers import DrafterWorker, Feed, Meeting, TargetWorker, TrainSettings
 from draftsmith.report.crash import NAME as CRASH_REPORT
-from draftsmith.report.crash import Scene, clear_reports, flight_recorder, write_crash_report
+from draftsmith.report.crash import Scene, clear_reports, flight_recorder, reported
 from draftsmith.report.progress import Gauges
 
 WRITTEN_BY = "written by draftsmith "  # heads the config of a run
@@ -172,40 +172,47 @@ def train(
     """
     folder = Path(config.run.dir)
     with locked(folder, resume):
-        checkpoint = None
-        checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-        checkpoints.recover()
-        if resume and (folder / "config.yaml").exists():
-            check_resume(folder, config)
-            checkpoint = checkpoints.latest(log)
-        elif resume and checkpoints.steps():
-            raise ConfigError(f"resume: {folder} has checkpoints but no config.yaml; put it back, it rules a resume")
-        if resume and checkpoint is None:
-            log(f"resume: {folder} has no whole checkpoint, starting at step 0")
-        state = checkpoint.state if checkpoint else None
-        if state and state.step >= state.steps and read_provenance(folder / "draft").get("step") == state.step:
-            log(f"resume: {folder} is finished at step {state.step}, nothing to do")
-            clear_reports(folder)
-            return RunResult(folder, state.step, True, state.best_tau, state.best_step)
-        if job is None:
-            resolved = Resolved(state.topology, state.threads, state.held_out) if state else None
-            try:
-                job = prepare(config, resolved)
-            except NothingToTrainOnError as error:
-                write_rejects(folder, error.rejects)
-                raise
-            except Exception as error:
-                if not isinstance(error, InputError):
-                    log(write_crash_report(folder, config, error, None))
-                raise
-        check_capacity(config, job.feature_bytes_per_token)
-        check_keeping(job.keeping, job.features_identity, this_machine())
-        check_fingerprint(job, checkpoint)
-        write_preamble(folder, job)
-        for line in (*map(str, job.decisions), job.corpus.summary):
-            log(line)
-        warm_up_and_log(run_signatures(job.drafter.backend, job.drafter.config, job.topology), log)
+        with reported(folder, config, log):
+            checkpoint = newest_checkpoint(folder, config, log) if resume else None
+            state = checkpoint.state if checkpoint else None
+            if state and state.step >= state.steps and read_provenance(folder / "draft").get("step") == state.step:
+                log(f"resume: {folder} is finished at step {state.step}, nothing to do")
+                clear_reports(folder)
+                return RunResult(folder, state.step, True, state.best_tau, state.best_step)
+            if job is None:
+                resolved = Resolved(state.topology, state.threads, state.held_out) if state else None
+                try:
+                    job = prepare(config, resolved)
+                except NothingToTrainOnError as error:
+                    write_rejects(folder, error.rejects)
+                    raise
+            check_capacity(config, job.feature_bytes_per_token)
+            check_keeping(job.keeping, job.features_identity, this_machine())
+            check_fingerprint(job, checkpoint)
+            write_preamble(folder, job)
+            for line in (*map(str, job.decisions), job.corpus.summary):
+                log(line)
+            warm_up_and_log(run_signatures(job.drafter.backend, job.drafter.config, job.topology), log)
         return execute(job, folder, checkpoint, stop, listener)
+
+
+def newest_checkpoint(folder: Path, config: Config, log: Log) -> Checkpoint | None:
+    """Where a run is resumed; None for its start.
+
+    Raises:
+        ConfigError: the run began with another config, or was written by another version.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+    checkpoints.recover()
+    checkpoint = None
+    if (folder / "config.yaml").exists():
+        check_resume(folder, config)
+        checkpoint = checkpoints.latest(log)
+    elif checkpoints.steps():
+        raise ConfigError(f"resume: {folder} has checkpoints but no config.yaml; put it back, it rules a resume")
+    if checkpoint is None:
+        log(f"resume: {folder} has no whole checkpoint, starting at step 0")
+    return checkpoint
 
 
 def execute(

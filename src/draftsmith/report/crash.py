@@ -22,6 +22,7 @@ import torch
 from draftsmith import __version__
 from draftsmith.compile import guard
 from draftsmith.config import Config
+from draftsmith.errors import InputError
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.channel import ChannelStatistics
 from draftsmith.redaction import without_secrets
@@ -45,9 +46,16 @@ class Scene:
     decisions: Sequence[str]
 
 
-def write_crash_report(folder: Path, config: Config, error: BaseException, scene: Scene | None) -> str:
-    """Writes the report into the run directory. Returns a line that says where it is, or why it is not there."""
-    return _write(folder / NAME, crash_report(config, error, scene))
+@contextmanager
+def reported(folder: Path, config: Config, log: Callable[[str], None]) -> Iterator[None]:
+    """Around what comes before the workers: what nobody foresaw leaves a report, a user's mistake does not."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        log(_write(folder / NAME, crash_report(config, error, None)))
+        raise
 
 
 @contextmanager
@@ -72,7 +80,7 @@ def flight_recorder(
         try:
             yield
         except BaseException as error:
-            log(write_crash_report(folder, config, error, scene()))
+            log(_write(folder / NAME, crash_report(config, error, scene())))
             raise
         finally:
             if ours:
@@ -136,6 +144,7 @@ def _header(config: Config) -> dict[str, Any]:
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> str:
+    """Returns a line that says where the report is, or why it is not there."""
     try:
         path.write_text(json.dumps(_clean(report), indent=2) + "\n", encoding="utf-8")
     except OSError as hindrance:
