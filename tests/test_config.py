@@ -163,6 +163,7 @@ def test_overrides_are_applied_in_order() -> None:
     [
         ("train.steps", "--set train.steps: write it as --set section.key=value"),
         ("=5", "--set =5: write it as --set section.key=value"),
+        ('run.dir="\\U99999999999"', '--set run.dir="\\U99999999999": the value is not YAML'),
         ("train.lr=[1", "--set train.lr=[1: the value is not YAML"),
         ("run.dir.x=1", "--set run.dir.x=1: dir is not a section"),
         ("train.stepz=1", "--set train.stepz=1: unknown key train.stepz; did you mean train.steps?"),
@@ -188,6 +189,7 @@ def test_a_good_override_does_not_hide_the_line_of_another_fault() -> None:
         ("a: b\n\tc: d\n", "c.yaml:2: not YAML"),
         ("run: *x\n", "c.yaml:1: not YAML: found undefined alias"),
         ("a: \x00\n", "c.yaml: not YAML: unacceptable character"),
+        ('seed: "\\U99999999999"\n', "c.yaml: not YAML: Python int too large"),
         ("seed: 2024-13-45\n", "c.yaml: not YAML: month must be in 1..12"),
         ("seed: !!python/object:os.system {}\n", "c.yaml:1: not YAML: could not determine a constructor"),
         ("? [a]\n: b\n", "c.yaml:1: not YAML: found unhashable key"),

@@ -54,6 +54,7 @@ def test_it_prints_what_it_decided_and_ends_with_the_counts(
         (["demo", "--form", "chatml"], 2, "data.form is 'chatml'; known forms are messages, sharegpt"),
         (["demo", "--thinking"], 2, "data.thinking: the chat template has no switch for thinking"),
         (["demo", "--template-argument", "x"], 2, "--template-argument x: write it as name=value"),
+        (["demo", "--template-argument", 'x="\\U9999999999"'], 2, "the value is not YAML"),
         (["demo", "--template-argument", "x=1"], 2, "data.template_arguments: the chat template has no variable x"),
         (["demo", "--template-date", "today"], 2, "--template-date today: write it as YYYY-MM-DD"),
         (["demo", "--drop-contaminated"], 2, "--drop-contaminated needs the evaluation prompts"),

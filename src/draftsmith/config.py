@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from draftsmith.config_errors import Given, explain, section_in, shortened
 from draftsmith.data.settings import TODAY
-from draftsmith.errors import ConfigError
+from draftsmith.errors import NOT_YAML, ConfigError
 from draftsmith.redaction import without_secrets
 
 MOST = 2**31 - 1  # beyond it a number of rows, tokens or steps overflows somewhere
@@ -250,7 +250,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
+    except NOT_YAML as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
@@ -338,7 +338,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     override = shortened(override)
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or number that is none
+    except NOT_YAML:
         raise ConfigError(f"--set {override}: the value is not YAML") from None
     *sections, key = path.split(".")
     for section in sections:

@@ -4,6 +4,8 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import yaml
+
 _NO_SPACE = "free some space, or choose a place that has it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = "choose a place that you may write, or change its permissions"
@@ -21,6 +23,10 @@ _REMEDIES = {
     errno.ENFILE: "close other programs; the whole machine has too many open files",
     errno.EIO: "the disk failed; look into the system's log",
 }
+
+
+# What reading YAML may raise: beside its own, a date that is none, a character beyond Unicode, lists in lists in lists.
+NOT_YAML: tuple[type[Exception], ...] = (yaml.YAMLError, ValueError, OverflowError, RecursionError)
 
 
 class InputError(ValueError):

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from draftsmith.embedded import CONVERSATIONS
-from draftsmith.errors import InputError
+from draftsmith.errors import NOT_YAML, InputError
 from draftsmith.files import is_inside
 from draftsmith.hub_names import is_hub_name, pinned
 
@@ -137,7 +137,7 @@ def _described(readme: str) -> dict[str, dict[str, list[str]]]:
     head = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", readme, re.DOTALL)
     try:
         card = yaml.safe_load(head[1]) if head else None
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date or number that is none
+    except NOT_YAML:
         card = None
     configs = card.get("configs") if isinstance(card, dict) else None
     found: dict[str, dict[str, list[str]]] = {}

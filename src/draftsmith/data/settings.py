@@ -62,7 +62,7 @@ def parse_values(option: str, arguments: Sequence[str]) -> dict[str, Any]:
         try:
             given[name] = yaml.safe_load(value)
             json.dumps(given[name], allow_nan=False)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, OverflowError, RecursionError):
             raise ConfigError(f"{option} {argument}: the value is not YAML") from None
         except (ValueError, TypeError):  # ValueError: no such day, NaN
             raise ConfigError(f"{option} {argument}: JSON has no such value; put a text into quotes") from None
