@@ -265,3 +265,10 @@ def test_dumped_keys_are_all_keys() -> None:
     assert {f"{s}.{k}" for s, v in dumped.items() if isinstance(v, dict) for k in v} | {
         s for s, v in dumped.items() if not isinstance(v, dict)
     } == set(_fields(Config))
+
+
+@pytest.mark.parametrize("key", ["seed", "data.anchor_density", "data.template_arguments.x", "topology", "data.train"])
+def test_a_number_that_python_does_not_print(key: str) -> None:
+    """YAML reads them, in other bases (found by fuzzing)."""
+    with pytest.raises(ConfigError, match=rf"^--set {key}=0xf+…: {key} is a value with thousands of digits: "):
+        load_config(embedded.CONFIG, [f"{key}=0x{'f' * 5000}"])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from draftsmith.config_errors import Given, explain, section_in, shortened
+from draftsmith.config_errors import Given, explain, section_in, shortened, shown
 from draftsmith.data.settings import TODAY
 from draftsmith.errors import NOT_YAML, ConfigError
 from draftsmith.redaction import without_secrets
@@ -307,7 +307,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
             same = ...
         if same != value:
             raise ConfigError(
-                f"data.template_arguments.{shortened(name)} is {shortened(repr(value))}: JSON has no such value; put a "
+                f"data.template_arguments.{shortened(name)} is {shown(value)}: JSON has no such value; put a "
                 "text into quotes"
             )
 

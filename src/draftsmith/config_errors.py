@@ -43,13 +43,21 @@ def explain(errors: Sequence[Any], schema: type[BaseModel], given: Given) -> str
     if error["type"] == "extra_forbidden":
         return f"{place}: unknown key {dotted}; {_hint(path, schema)}"
     if error["type"] == "invalid_key":
-        key = shortened(repr(error["input"]))
+        key = shown(error["input"])
         return f"{given.source}: unknown key {key}; keys are words, put quotes around a key like on or yes"
-    value = shortened(repr(error["input"]))
+    value = shown(error["input"])
     if error["type"] == "model_type":
         first = _keys_at(path, schema)[0]
         return f"{place}: {dotted} is {value}: expected keys below it, like {dotted}.{first}"
     return f"{place}: {dotted} is {value}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as the user may have written it, shortened."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # Python does not print numbers of more than 4,300 digits; YAML reads them, in other bases
+        return "a value with thousands of digits"
 
 
 def shortened(text: str) -> str:
