@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         print("draftsmith: Windows is not supported (no fcntl locks, no fork-safe signals); use WSL", file=sys.stderr)
         return 2
+    _open_streams()
     options = _parser().parse_args(arguments)
     if (cache := _compiler_cache()) is not None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))  # read by the compiler when it is first needed
@@ -51,15 +52,23 @@ def _report(error: Exception) -> None:
     _complain(cause or f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", []):
         _complain(note)
-    if cause is None:
-        print(without_secrets(traceback.format_exc()), file=sys.stderr, end="")
     with suppress(OSError):  # nobody may be left to read it
+        if cause is None:
+            print(without_secrets(traceback.format_exc()), file=sys.stderr, end="")
+        sys.stderr.flush()
+    with suppress(OSError):
         sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _complain(message: str) -> None:
-    print(f"draftsmith: {without_secrets(message)}", file=sys.stderr)
+    with suppress(OSError):
+        print(f"draftsmith: {without_secrets(message)}", file=sys.stderr, flush=True)
+
+
+def _open_streams() -> None:
+    """A daemon's may be closed; what would be printed goes nowhere then."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the whole process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 class _Parser(argparse.ArgumentParser):

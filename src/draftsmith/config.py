@@ -24,6 +24,7 @@ MOST_LAYERS = MOST_THREADS = 1024
 MOST_EPOCHS = 10_000  # the rows of each are counted before training
 PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]  # beyond it, a step overflows
 Probability = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -110,8 +111,8 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="`adamw`, or `muon`: matrices by Muon, the rest by AdamW"
     )
-    lr: Annotated[float, Field(gt=0)] = Field(6e-4, description="peak learning rate of AdamW")
-    matrix_lr: Annotated[float, Field(gt=0)] = Field(5e-3, description="peak learning rate of Muon's matrices")
+    lr: Rate = Field(6e-4, description="peak learning rate of AdamW")
+    matrix_lr: Rate = Field(5e-3, description="peak learning rate of Muon's matrices")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of matrices, decoupled")
     warmup: Probability = Field(0.04, description="share of the steps with a rising learning rate")
     schedule: Literal["cosine", "wsd", "constant"] = Field(

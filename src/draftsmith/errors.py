@@ -8,6 +8,7 @@ import yaml
 
 _NO_SPACE = "free some space, or choose a place that has it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_READER = (errno.EPIPE, errno.EIO, errno.EBADF)  # of what is printed: a pipe, a terminal that has gone
 _NO_PERMISSION = "choose a place that you may write, or change its permissions"
 _REMEDIES = {
     **dict.fromkeys(NO_ROOM, _NO_SPACE),

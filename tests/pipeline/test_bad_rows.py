@@ -14,6 +14,7 @@ from conftest import Quiet, run_training
 from draftsmith.config import Config
 from draftsmith.errors import InputError
 from draftsmith.pipeline.bad_rows import BadRows, TooManyBadRowsError
+from draftsmith.pipeline.journal import DivergedError
 from draftsmith.pipeline.trainer import Run, RunResult, train
 from draftsmith.target.capture import decoder_layers
 
@@ -154,6 +155,18 @@ def test_a_step_without_a_good_row_moves_nothing(demo_config: MakeConfig) -> Non
     assert (second["loss"], second["skipped_rows"], second["tokens"]) == (None, 4, 0)
     folders = [result.folder / "checkpoints" / f"step-{step}" / "drafter.safetensors" for step in (1, 2)]
     assert same(*map(load_file, folders))
+
+
+def test_three_steps_without_a_good_row_end_the_run(demo_config: MakeConfig) -> None:
+    """Weights that are finite and of no use: the budget alone would let such a run end as a success."""
+
+    def plant(run: Run) -> None:
+        for row in range(4, 40):
+            infinite_loss(row)(run)
+
+    config = one_document_per_row(demo_config, "run", train__steps=9)
+    with pytest.raises(DivergedError, match="not one row of the last 3 steps could be learned from"):
+        trained(config, plant)
 
 
 def test_the_budget_ends_the_run_and_counts_on_after_a_resume(demo_config: MakeConfig) -> None:

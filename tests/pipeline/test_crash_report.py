@@ -62,20 +62,23 @@ def test_it_may_be_shown_to_anybody(
     home = str(some_conversations.parent)
     monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("MY_API_KEY", "a-very-private-value")
-    failing(f"cannot fetch https://me:pw@host/x?token=123456789 {SECRET} a-very-private-value {home}/x", monkeypatch)
+    said = f"cannot fetch https://me:pw@host/x?token=123456789 {SECRET} a-very-private-value {home}/x '/srv/project/y'"
+    failing(said, monkeypatch)
     config = demo_config()
     with pytest.raises(RuntimeError):
         run_training(config)
     text = (Path(config.run.dir) / "crash-report.json").read_text()
-    for private in (SECRET, "a-very-private-value", "me:pw", "123456789", home):
+    for private in (SECRET, "a-very-private-value", "me:pw", "123456789", home, "/srv", "project", config.run.dir):
         assert private not in text
-    assert "~/x" in text
+    assert "…/x '…/y'" in text
+    assert "https://<secret>@host/x?token=<secret>" in text
+    assert "…/pipeline/workers.py" in text
     assert report_of(config)["config"]["data"]["train"] == ["…/conversations.jsonl"]
     content = json.loads(some_conversations.read_text().splitlines()[0])["messages"][-1]["content"]
     assert content[:40] not in text
 
 
-def test_a_good_end_takes_the_report_away(demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_end_puts_the_report_by(demo_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     failing("planted", monkeypatch)
     config = demo_config(checkpoint__every=1)
     with pytest.raises(RuntimeError):
@@ -85,6 +88,7 @@ def test_a_good_end_takes_the_report_away(demo_config: MakeConfig, monkeypatch: 
     result, _, _ = run_training(config, resume=True)
     assert result.finished
     assert not {"crash-report.json", "fatal-stacks.txt"} & set(os.listdir(config.run.dir))
+    assert json.loads((Path(config.run.dir) / "crash-report.old.json").read_text())["error"]["message"] == "planted"
 
 
 def test_a_run_that_was_killed_when_all_was_well_is_tidied_up(demo_config: MakeConfig) -> None:

@@ -1,6 +1,8 @@
 """The command as a process: killed, interrupted, resumed."""
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,6 +87,31 @@ def test_a_signal_saves_and_exits(write: Callable[..., tuple[Path, Path]], numbe
     (saved,) = (folder / "checkpoints").iterdir()
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert saved.name == f"step-{last}"
+    assert (folder / "draft" / "model.safetensors").is_file()
+
+
+def test_ctrl_c_saves_though_the_reader_of_the_output_has_gone(write: Callable[..., tuple[Path, Path]]) -> None:
+    """`train | tee log`: Ctrl-C ends tee, too, before the run prints another line to it."""
+    config, folder = write("run", train__steps=100000)
+    read, written = os.pipe()
+    process = subprocess.Popen([*DRAFTSMITH, "train", str(config)], stdout=written, stderr=written)
+    os.close(written)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+        os.read(read, 4096)
+    os.close(read)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) in (1, 130)  # 1: its last words found no reader
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert (folder / "checkpoints" / f"step-{last}" / "manifest.json").is_file()
+    assert (folder / "draft" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("streams", "code"), [(">&- 2>&-", 0), (">&-", 0)])
+def test_closed_streams_are_no_fault(write: Callable[..., tuple[Path, Path]], streams: str, code: int) -> None:
+    config, folder = write("run", train__steps=1)
+    command = shlex.join([*DRAFTSMITH, "train", str(config)])
+    assert subprocess.run(["sh", "-c", f"{command} {streams}"], check=False).returncode == code
     assert (folder / "draft" / "model.safetensors").is_file()
 
 

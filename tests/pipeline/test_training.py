@@ -352,9 +352,15 @@ def test_weights_that_are_not_finite_stop_the_run(
     monkeypatch.setattr(
         workers, "learning_rate_factor", lambda s, w, step, n: float("nan") if step == 1 else factor(s, w, step, n)
     )
-    config = demo_config(checkpoint__every=checkpoint_every)
-    with pytest.raises(DivergedError, match=r"holds NaN or infinite values; the last checkpoint is whole\. Lower"):
+    config = demo_config(
+        checkpoint__every=checkpoint_every, eval__every=1, eval__limit=1, eval__max_new_tokens=4, train__rows_per_step=2
+    )
+    with pytest.raises(
+        DivergedError, match=r"after step 2 .* holds NaN or infinite values; they are not saved\. Lower"
+    ):
         run_training(config)
+    best = load_file(Path(config.run.dir) / "best" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in best.values())
     assert Checkpoints(Path(config.run.dir) / "checkpoints", 3).steps() == ([1] if checkpoint_every else [])
 
 

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit codes
@@ -22,7 +21,8 @@ def stoppable() -> Iterator[tuple[threading.Event, "ExitCode"]]:
             os._exit(INTERRUPTED[signal.Signals(number)])
         code.value = INTERRUPTED[signal.Signals(number)]
         stop.set()
-        print("stopping after this step; once more to abort at once", file=sys.stderr)
+        with suppress(OSError):  # not print(): a handler may interrupt another print, and nobody may be left to read it
+            os.write(2, b"stopping after this step; once more to abort at once\n")
 
     previous = {number: signal.signal(number, handle) for number in INTERRUPTED}
     try:

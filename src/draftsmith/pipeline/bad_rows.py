@@ -24,11 +24,11 @@ class BadRows:
 
     def __init__(self, folder: Path, step: int, budget: int) -> None:
         """`step` is that of the checkpoint: what came later will come again."""
-        self._path, self._budget = folder / "bad-rows.jsonl", budget
+        self.path, self._budget = folder / "bad-rows.jsonl", budget
         self._lock = threading.Lock()
         self._noted: list[tuple[int, Sequence[int], Sequence[int], str]] = []
-        self._lines = StepLog(self._path, step)
-        self._count = _rows_in(self._path)
+        self._lines = StepLog(self.path, step)
+        self._count = _rows_in(self.path)
 
     def note(self, step: int, row: Row, reason: str) -> None:
         """A row of this step (from 1) was left out."""
@@ -59,14 +59,15 @@ class BadRows:
             which = f"row {rows[0]}" if len(rows) == 1 else f"all rows from {rows[0]} to {rows[-1]}"
             warnings.append(
                 f"warning: step {at} leaves out {which}: {reason} ({self._count} of at most {self._budget} rows; "
-                f"{self._path.name} lists them)"
+                f"{self.path.name} lists them)"
             )
         if self._count > self._budget:
             with suppress(OSError):  # a full disk is not the cause
                 self.write()
             raise TooManyBadRowsError(
                 f"{self._count} rows could not be learned from, train.max_bad_rows allows {self._budget}; the last: "
-                f"{noted[-1][3]}. {self._path} lists them; the last checkpoint is whole"
+                f"{noted[-1][3]}. {self.path} lists them; the last checkpoint is whole. If so many "
+                "may be left out, raise it in the run's own config.yaml"
             )
         return warnings
 
@@ -93,6 +94,6 @@ def _rows_in(path: Path) -> int:
     for number, line in enumerate(lines, 1):
         try:
             count += len(json.loads(line)["rows"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path}:{number} is damaged; remove the line to go on without counting it") from None
     return count

@@ -12,7 +12,7 @@ from draftsmith import __version__
 from draftsmith.decode.evaluate import decoded_tau
 from draftsmith.drafter.checkpoint import save_drafter
 from draftsmith.drafter.model import Drafter
-from draftsmith.errors import NO_ROOM, InputError, explained
+from draftsmith.errors import NO_READER, NO_ROOM, InputError, explained
 from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.bad_rows import BadRows
 from draftsmith.pipeline.checkpoint import Checkpoint, Checkpoints, TrainState
@@ -22,9 +22,11 @@ from draftsmith.pipeline.workers import DrafterWorker
 from draftsmith.report.card import model_card
 from draftsmith.target.load import stored_dtype
 
+LOST_STEPS = 3  # in a row, without a row that could be learned from
+
 
 class DivergedError(ArithmeticError):
-    """The drafter's weights are NaN or infinite."""
+    """The drafter's weights are NaN or infinite, or give nothing that is finite."""
 
 
 class Listener(Protocol):
@@ -70,6 +72,7 @@ class Journal:
         self._metrics = StepLog(folder / "metrics.jsonl", self.last_step)
         self._best: _Best | None = None  # not written yet
         self._checkpoint_due = False
+        self._lost_steps = 0
         self._trouble: int | None = None  # error number of what could not be written
 
     def record(self, record: StepRecord) -> None:
@@ -78,8 +81,7 @@ class Journal:
         self.recent.append(record)
         for warning in self.bad_rows.settle(record.step):
             self.log(warning)
-        if record.loss is None:  # not one row could be learned from: is it the rows, or the drafter?
-            self._check_weights()
+        self._check_progress(record)
         if record.compiles_after_warmup and not self.compiles_after_warmup:
             self.log(f"warning: step {record.step} compiled something that the warm-up had not; it may be slow")
         self.compiles_after_warmup = record.compiles_after_warmup
@@ -95,12 +97,13 @@ class Journal:
         self._tell(lambda listener: listener.log(line))
 
     def _tell(self, tell: Callable[[Listener], None]) -> None:
-        """A display that finds no room (a log on the disk that is full) does not end a run: its record is kept here."""
+        """A display that finds no room (a log on the disk that is full) or no reader does not end a run: its record is
+        kept here."""
         for listener in self.listeners:
             try:
                 tell(listener)
             except OSError as error:
-                if error.errno not in NO_ROOM:
+                if error.errno not in (*NO_ROOM, *NO_READER):
                     raise
 
     def finish(self) -> None:
@@ -148,12 +151,14 @@ class Journal:
             self._trouble = None
 
     def _write_due(self) -> None:
+        self.clock.beat(f"saving step {self.last_step}")
         self.bad_rows.write()
         self._metrics.write()
         if self._best:
             self._save_draft("best", self._best.drafter, self._best.step, self._best.tau)
             self._best = None
         if self._checkpoint_due:
+            self.clock.beat(f"saving the checkpoint of step {self.last_step}")
             self._check_weights()
             self.bad_rows.sync()
             self._metrics.sync()
@@ -178,13 +183,24 @@ class Journal:
             best_step=self.best_step,
         )
 
+    def _check_progress(self, record: StepRecord) -> None:
+        """After a step without a row that could be learned from: is it the rows, or the drafter?"""
+        self._lost_steps = self._lost_steps + 1 if record.loss is None else 0
+        if self._lost_steps:
+            self._check_weights()
+        if self._lost_steps == LOST_STEPS:
+            raise DivergedError(
+                f"not one row of the last {LOST_STEPS} steps could be learned from; {self.bad_rows.path} says why. "
+                "Lower train.lr and train.matrix_lr if it is their loss, and start a new run"
+            )
+
     def _check_weights(self) -> None:
         """Raises `DivergedError` for weights that nothing can go on from: they are never saved."""
         for name, weight in self.drafter.named_parameters():
             if not weight.isfinite().all():
                 raise DivergedError(
-                    f"after step {self.last_step} {name} holds NaN or infinite values; the last checkpoint is whole. "
-                    "Lower train.lr and train.matrix_lr, or train.clip, and start a new run"
+                    f"after step {self.last_step} {name} holds NaN or infinite values; they are not saved. Lower "
+                    "train.lr and train.matrix_lr, or train.clip, and start a new run"
                 )
 
     def _evaluate(self, step: int) -> float | None:
@@ -192,6 +208,7 @@ class Journal:
         config = self.job.config.eval
         if not config.every or step % config.every or not self.job.prompts:
             return None
+        self._check_weights()  # the best drafter is saved, too
         target = self.job.target
         self.log(f"step {step}: decoding {len(self.job.prompts)} prompts to measure τ")
         drafter = self.drafter if self.drafter.fc.weight.device == target.device else deepcopy(self.drafter)

@@ -79,5 +79,5 @@ def _step_of(line: bytes) -> float | None:
     """None for a line that somebody has damaged: it is kept like its neighbours."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

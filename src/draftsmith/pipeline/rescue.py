@@ -70,6 +70,7 @@ class Portions:
         """`bad`: why there is nothing to learn from, if that is known."""
         self._left, self._gradients, self._say = deque([] if bad else [blocks]), gradients, say
         self.bad = bad
+        self._halved = False
 
     def __iter__(self) -> Iterator[Blocks]:
         while self._left:
@@ -88,7 +89,7 @@ class Portions:
             yield
             return
         except NotFiniteError as error:
-            self.bad = str(error)
+            self.bad = str(error) + ("; a part of the row had been learned from before" if self._halved else "")
             self._left.clear()
             return
         except Exception as error:
@@ -100,6 +101,7 @@ class Portions:
         device = blocks.tokens_NB.device
         release_memory(device)
         self._say(f"warning: out of memory on {device} with {len(blocks.anchors)} blocks at once; done in two halves")
+        self._halved = True
         self._left.extendleft(reversed(split_blocks(blocks)))
 
 

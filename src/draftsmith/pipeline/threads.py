@@ -67,13 +67,10 @@ class Crew:
         ]
         for thread in threads:
             thread.start()
-        for _ in threads:
-            while not self._ended.acquire(timeout=POLL_S):  # not join(): a failure must be seen while others still run
-                if (stalled := self._watch()) is not None:
-                    self._fail(stalled)
-                    break
-            if self.failure is not None:
-                break
+        try:
+            self._wait(len(threads))
+        except BaseException as error:  # noqa: BLE001 - raised below, when the workers have ended
+            self._fail(Failure("main thread", error, thread_stacks()))
         if self.failure is None:
             return
         on_failure(self.failure)
@@ -84,6 +81,16 @@ class Crew:
         if stuck:
             self.failure.error.add_note(f"abandoned, still busy after {JOIN_S:.0f} s: {', '.join(stuck)}")
         raise self.failure.error
+
+    def _wait(self, workers: int) -> None:
+        """Until all have ended, or one has failed: not join(), as that must be seen while others still run."""
+        for _ in range(workers):
+            while not self._ended.acquire(timeout=POLL_S):
+                if (stalled := self._watch()) is not None:
+                    self._fail(stalled)
+                    return
+            if self.failure is not None:
+                return
 
     def _body(self, name: str, body: Callable[[], None]) -> None:
         try:

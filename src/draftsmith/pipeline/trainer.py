@@ -210,8 +210,8 @@ def newest_checkpoint(folder: Path, config: Config, log: Log) -> Checkpoint | No
         checkpoint = checkpoints.latest(log)
     elif checkpoints.steps():
         raise ConfigError(f"resume: {folder} has checkpoints but no config.yaml; put it back, it rules a resume")
-    if checkpoint is None:
-        log(f"resume: {folder} has no whole checkpoint, starting at step 0")
+    at = f"going on after step {checkpoint.state.step}" if checkpoint else "no whole checkpoint, starting at step 0"
+    log(f"resume: {folder}: {at}")
     return checkpoint
 
 

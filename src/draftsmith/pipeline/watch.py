@@ -84,7 +84,7 @@ class Watch:
         )
         place = stacks.get(name, ["unknown"])[-1]
         if still_s >= self._limit_s:
-            remedy = "the stacks of all threads are in crash-report.json; if this work may take so long, raise it"
+            remedy = "crash-report.json has all stacks; if this may take so long, raise it in the run's own config.yaml"
             return Failure(name, StalledError(f"no progress {line}, at {place} (pipeline.stall_s); {remedy}"), stacks)
         if (name, doing.number) not in self._warned:
             self._warned.add((name, doing.number))

@@ -1,8 +1,8 @@
 """`crash-report.json`: what is needed to understand a run that ended badly, and nothing that must stay private.
 
 It holds versions, settings, decisions, where every thread was (files and lines, no values), the channel's level, the
-last metrics and the compilations. No text of the data, no environment; secrets and the home directory are taken out,
-and folders of the user's files are cut down to their names.
+last metrics and the compilations. No text of the data, no environment; secrets are taken out, and absolute paths are
+cut down to the file's name, of code with its folder.
 """
 
 import faulthandler
@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from draftsmith.nouns import StepRecord
 from draftsmith.pipeline.channel import ChannelStatistics
 from draftsmith.redaction import without_secrets
 
-NAME = "crash-report.json"
+NAME, EARLIER = "crash-report.json", "crash-report.old.json"
 FATAL = "fatal-stacks.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "peft")
 KILLED = "the attempt before ended without a word: aborted, killed (by the kernel if memory was short), or a power cut"
@@ -62,7 +63,8 @@ def reported(folder: Path, config: Config, log: Callable[[str], None]) -> Iterat
 def flight_recorder(
     folder: Path, config: Config, scene: Callable[[], Scene], log: Callable[[str], None]
 ) -> Iterator[None]:
-    """Around a run: whatever ends it early leaves a report, and what ended an earlier attempt is gone once all is well.
+    """Around a run: whatever ends it early leaves a report; that of an earlier attempt is kept under another name once
+    all is well.
 
     A fatal signal (a segmentation fault in native code) leaves no time for a report: Python's own handler writes the
     stacks into `fatal-stacks.txt`, and the next attempt makes a report of them. If that file is there and empty, the
@@ -72,7 +74,8 @@ def flight_recorder(
     if fatal.exists():
         stacks = fatal.read_text(errors="replace").splitlines()
         summary = f"the attempt before was ended by a fatal error in native code: {stacks[0]}" if stacks else KILLED
-        log(f"warning: {summary}; " + _write(folder / NAME, _header(config) | {"summary": [summary], "stacks": stacks}))
+        report = _header(config) | {"summary": [summary], "stacks": stacks}
+        log(f"warning: {summary}" + (f"; {_write(folder / NAME, report)}" if stacks else ""))
     with fatal.open("w") as file:
         ours = not faulthandler.is_enabled()  # somebody else's handler stays as it is
         if ours:
@@ -86,14 +89,19 @@ def flight_recorder(
             if ours:
                 faulthandler.disable()
             fatal.unlink(missing_ok=True)
-    (folder / NAME).unlink(missing_ok=True)
+    _put_by(folder)
 
 
 def clear_reports(folder: Path) -> None:
-    """For a run that is finished: takes away what a kill kept its `flight_recorder` from taking away."""
-    (folder / NAME).unlink(missing_ok=True)
+    """For a run that is finished: does what a kill kept its `flight_recorder` from doing."""
+    _put_by(folder)
     if (folder / FATAL).exists() and not (folder / FATAL).read_bytes():
         (folder / FATAL).unlink()
+
+
+def _put_by(folder: Path) -> None:
+    if (folder / NAME).is_file():
+        (folder / NAME).replace(folder / EARLIER)
 
 
 def crash_report(config: Config, error: BaseException, scene: Scene | None) -> dict[str, Any]:
@@ -126,7 +134,8 @@ def crash_report(config: Config, error: BaseException, scene: Scene | None) -> d
 def _header(config: Config) -> dict[str, Any]:
     """What does not depend on how it ended."""
     settings = config.model_dump(mode="json")
-    for section, key in (("run", "dir"), ("target", "model"), ("target", "adapter"), ("store", "dir")):
+    places = [("run", "dir"), ("target", "model"), ("target", "adapter"), ("drafter", "init"), ("store", "dir")]
+    for section, key in places:
         settings[section][key] = _name(settings[section][key])
     for section, key in (("data", "train"), ("eval", "prompts")):
         settings[section][key] = [_name(file) for file in settings[section][key] or []]
@@ -146,7 +155,8 @@ def _header(config: Config) -> dict[str, Any]:
 def _write(path: Path, report: Mapping[str, Any]) -> str:
     """Returns a line that says where the report is, or why it is not there."""
     try:
-        path.write_text(json.dumps(_clean(report), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(_clean(report), indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as hindrance:
         return f"{path} cannot be written: {hindrance.strerror}"
     return f"{path} says more; it holds no data and no secrets and may be attached to an issue"
@@ -178,16 +188,24 @@ def _versions() -> dict[str, str]:
 
 def _name(place: str | None) -> str | None:
     """A hub id as it is; of a path only the last part."""
-    if place is None or not place.startswith(("/", "~", ".")):
+    if place is None or not (place.startswith(("/", "~", ".")) or ("/" in place and Path(place).exists())):
         return place
     return f"…/{Path(place).name}"
 
 
+_PATH = re.compile(r"(?<![\w:/.~…])~?(?:/[^\s/'\":,;()\[\]]+)+")  # absolute, or below a home directory
+
+
+def _name_alone(match: re.Match[str]) -> str:
+    path = Path(match[0])
+    kept = path.parts[-2:] if path.suffix == ".py" else path.parts[-1:]
+    return "/".join(["…", *kept])
+
+
 def _clean(value: Any) -> Any:
-    """Plain data without secrets and without the home directory; numbers that JSON lacks become None."""
+    """Plain data without secrets and without the user's folders; numbers that JSON lacks become None."""
     if isinstance(value, str):
-        home = os.path.expanduser("~")
-        return without_secrets(value.replace(home, "~") if len(home) > 1 else value)
+        return _PATH.sub(_name_alone, without_secrets(value))
     if isinstance(value, Mapping):
         return {_clean(str(key)): _clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
