@@ -272,3 +272,13 @@ def test_a_number_that_python_does_not_print(key: str) -> None:
     """YAML reads them, in other bases (found by fuzzing)."""
     with pytest.raises(ConfigError, match=rf"^--set {key}=0xf+…: {key} is a value with thousands of digits: "):
         load_config(embedded.CONFIG, [f"{key}=0x{'f' * 5000}"])
+
+
+@pytest.mark.parametrize("odd", ["\x85", "a\u2028b", "\u00e9\u4e2d", " x\x85 ", "\ufeff"])
+def test_odd_characters_are_read_back_as_written(odd: str, tmp_path: Path) -> None:
+    """Found by fuzzing: as a key, PyYAML writes a NEL so that it reads a space."""
+    config = load_config(embedded.CONFIG)
+    data = config.data.model_copy(update={"template_arguments": {odd: odd}})
+    config = config.model_copy(update={"data": data})
+    (tmp_path / "c.yaml").write_text(dump_config(config, ["a note"]), encoding="utf-8")
+    assert load_config(tmp_path / "c.yaml") == config

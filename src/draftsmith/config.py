@@ -316,7 +316,11 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 def dump_config(config: Config, notes: Sequence[str]) -> str:
     """YAML that `load_config` reads back to the same config, headed by notes as comments."""
     head = "".join(f"# {note}\n" for note in notes)
-    return head + yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    data = config.model_dump()
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    if yaml.safe_load(text) != data:  # the library writes some line breaks of Unicode so that it reads others
+        text = yaml.safe_dump(data, sort_keys=False)
+    return head + text
 
 
 def differing_keys(old: Config, new: Config) -> list[str]:
