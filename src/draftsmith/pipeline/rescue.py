@@ -70,7 +70,7 @@ class Portions:
         """`bad`: why there is nothing to learn from, if that is known."""
         self._left, self._gradients, self._say = deque([] if bad else [blocks]), gradients, say
         self.bad = bad
-        self._halved = False
+        self._learned = False  # from a part of it
 
     def __iter__(self) -> Iterator[Blocks]:
         while self._left:
@@ -87,9 +87,10 @@ class Portions:
         self._gradients.touched = False
         try:
             yield
+            self._learned = True
             return
         except NotFiniteError as error:
-            self.bad = str(error) + ("; a part of the row had been learned from before" if self._halved else "")
+            self.bad = str(error) + ("; a part of the row had been learned from before" if self._learned else "")
             self._left.clear()
             return
         except Exception as error:
@@ -101,7 +102,6 @@ class Portions:
         device = blocks.tokens_NB.device
         release_memory(device)
         self._say(f"warning: out of memory on {device} with {len(blocks.anchors)} blocks at once; done in two halves")
-        self._halved = True
         self._left.extendleft(reversed(split_blocks(blocks)))
 
 
