@@ -91,8 +91,8 @@ def test_a_signal_saves_and_exits(write: Callable[..., tuple[Path, Path]], numbe
 
 
 def test_ctrl_c_saves_though_the_reader_of_the_output_has_gone(write: Callable[..., tuple[Path, Path]]) -> None:
-    """`train | tee log`: Ctrl-C ends tee, too, before the run prints another line to it."""
-    config, folder = write("run", train__steps=100000)
+    """`train | tee log`: Ctrl-C ends tee, too. The end of tee alone does not stop a run."""
+    config, folder = write("run", train__steps=100000, checkpoint__every=1)  # each step prints a line
     read, written = os.pipe()
     process = subprocess.Popen([*DRAFTSMITH, "train", str(config)], stdout=written, stderr=written)
     os.close(written)
@@ -100,6 +100,10 @@ def test_ctrl_c_saves_though_the_reader_of_the_output_has_gone(write: Callable[.
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
         os.read(read, 4096)
     os.close(read)
+    seen = metrics.read_bytes().count(b"\n")
+    while time.monotonic() < deadline and metrics.read_bytes().count(b"\n") < seen + 3:
+        assert process.poll() is None, "training went on"
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) in (1, 130)  # 1: its last words found no reader
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx._symbolic_trace
@@ -165,8 +165,7 @@ def free_compile_lock() -> None:
     """For a forked child: the thread that held the compiler's lock does not live here."""
     import torch._dynamo.convert_frame as convert_frame
 
-    lock: Any = convert_frame.compile_lock
-    if isinstance(lock, _AloneLock):
+    if isinstance(lock := cast(Any, convert_frame.compile_lock), _AloneLock):
         lock.renew()
 
 
